@@ -91,12 +91,15 @@ def pick(rungs, supports, rung, direction, q, whole=None, tile=None):
             f"{supports['stage']} has the rungs {', '.join(rungs)} here; got rung={rung!r}{''.join(needs)}."
         )
     if rung is not None:
-        return rungs[rung][direction], whole[rung]
+        own = whole[rung]
+        if not takes(own, q):
+            own = own | {"instead": [name for name, other in whole.items() if takes(other, q)]}
+        return rungs[rung][direction], own
     fitting = (name for name, own in whole.items() if takes(own, q))
     with_tile = []
     if tile is not None:
         fitting = list(fitting)
-        with_tile = [name for name in fitting if as_pair(tile) in whole[name]["tiles"]]
+        with_tile = [name for name in fitting if as_pair(tile) in tiles_of(whole[name], q.shape[-1])]
     best = (name for name in with_tile or fitting if "best" not in whole[name] or whole[name]["best"](q, direction))
     name = next(best, with_tile[0] if with_tile else None)  # Only as many are looked at as are needed.
     if name is not None:
@@ -158,12 +161,14 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
     if D not in supports["head_dims"]:
         wider = (stage for stage, (most, dtypes) in WIDEST.items() if 0 < D <= most and dtype in dtypes)
         other = next((f" {stage} takes it." for stage in wider if stage != f"steps.{supports['stage']}"), "")
+        if instead := supports.get("instead"):
+            other = f" Name no rung, or {' or '.join(instead)}."
         raise ValueError(f"{named(supports)} takes head_dim {span(supports['head_dims'])}; got {D}.{other}")
     check_flag("causal", causal)
     if tile is not None:
         if "tile" not in inspect.signature(kernel).parameters:
             raise ValueError(f"this rung of {named(supports)} has no tiles; got tile={tile!r}. Leave it out.")
-        tile = check_tile(supports, tile)
+        tile = check_tile(supports, tile, D)
     return check_scale(scale, D), {} if tile is None else {"tile": tile}
 
 
@@ -206,17 +211,25 @@ def refuse_without_memory(x):
     raise TypeError(f"this {type(x).__name__} has no memory that a kernel can read: {why}.")
 
 
-def check_tile(supports, tile):
+def check_tile(supports, tile, D):
     """The tile as a pair (Br, Bc) of Python's integers.
 
-    Raises TypeError unless it is a pair of integers, and ValueError unless SUPPORTS offers it.
+    Raises TypeError unless it is a pair of integers, and ValueError unless SUPPORTS offers it for this head_dim.
     """
     if not (pair := as_pair(tile)):
         raise TypeError(f"tile must be a pair of integers (Br, Bc), got {told(tile)}.")
-    if pair not in supports["tiles"]:
-        tiles = ", ".join(map(str, supports["tiles"]))
-        raise ValueError(f"{named(supports)} has the tiles (Br, Bc) {tiles}; got {tile!r}.")
+    tiles = tiles_of(supports, D)
+    if pair not in tiles:
+        some = f" at head_dim {D}" if len(tiles) < len(supports["tiles"]) else ""
+        there = f"the tiles (Br, Bc) {', '.join(map(str, tiles))}{some}" if tiles else f"no tile to name{some}"
+        raise ValueError(f"{named(supports)} has {there}; got {tile!r}.")
     return pair
+
+
+def tiles_of(supports, D):
+    """Those of the tiles that a call with this head_dim may name, of which forward and backward take each."""
+    fits = supports.get("tile_fits")
+    return supports["tiles"] if fits is None else tuple(tile for tile in supports["tiles"] if fits(D, tile))
 
 
 def as_pair(tile):

@@ -29,8 +29,8 @@ def entry_points(rungs, supports):
     head_dim, and has the tile, if one is given; checks.pick says more.
     supports: the stage's SUPPORTS, with the keys stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk,
     deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
-    limits, {rung: the keys that are different for it, and perhaps best}, and elsewhere, {rung: what a machine needs to
-    run it}.
+    limits, {rung: the keys that are different for it, and perhaps best and tile_fits, whether it takes (D, tile)}, and
+    elsewhere, {rung: what a machine needs to run it}.
     """
     stage = supports["stage"]
     whole = {rung: checks.supports_of(supports, rung) for rung in rungs}

@@ -53,6 +53,30 @@ def check_runs() -> None:
 
 
 _lock = threading.RLock()  # A thread that has it can take it again.
+_PATIENCE = 10  # seconds that a fork waits for the kernel that another thread is in
+
+
+def free_after_fork(lock, **hooks) -> None:
+    """From now on the lock is free in a forked process, which has none of the threads that could release it."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=lock._at_fork_reinit, **hooks)
+
+
+def _fork_between_kernels() -> None:
+    """From now on os.fork waits until no kernel runs: the child would find the names that the kernel has replaced.
+
+    A kernel that hangs is not waited for without end.
+    """
+    waited = []
+
+    def release():
+        if waited.pop():
+            _lock.release()
+
+    free_after_fork(_lock, before=lambda: waited.append(_lock.acquire(timeout=_PATIENCE)), after_in_parent=release)
+
+
+_fork_between_kernels()
 
 
 def one_at_a_time(function):

@@ -4,11 +4,12 @@
     python -m tests.mutate --stage 02 --count 5 --seed 7
 
 A change replaces an operator (+ by -), a constant (0 by 1), a name by one of like kind (k by v), the start value -inf
-by the lowest number, or `a if c else b`, `a and b`, `a or b`, `min(a, b)` by one of a and b. Or it drops something: an
-`if` that guards what follows it, an assignment to an attribute, a call for its effect, one of several names in a tuple
-that is passed or looped over, an argument that a function can do without. It is made in a copy of the tree, and then
-the stage's tests run up to the first failure. A change that no test notices survives: a test is missing, or the change
-makes no difference. The same seed gives the same changes as long as the code stays the same.
+by the lowest number, the dtype of a new tensor by float64, or `a if c else b`, `a and b`, `a or b`, `min(a, b)` by one
+of a and b. Or it drops something: an `if` that guards what follows it, one end of a range `a <= x < b`, an assignment
+to an attribute, a call for its effect, one of several names in a tuple that is passed, looped over or searched, an
+argument that a function can do without. It is made in a copy of the tree, and then the stage's tests run up to the
+first failure. A change that no test notices survives: a test is missing, or the change makes no difference. The same
+seed gives the same changes as long as the code stays the same.
 """
 
 import argparse
@@ -44,6 +45,8 @@ ALIKE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 IN_COMMON = {"shape", "dtype", "device", "zeros_like", "empty_like"}
 # Arguments without which a call still runs, with a default or in another place; not `device`, which takes a GPU to see.
 OPTIONAL = {"dtype", "dir", "memory_format", "generator", "seed", "causal", "scale", "tile", "deterministic"}
+BRACKETS = {ast.Tuple: ("(", ",)"), ast.List: ("[", "]"), ast.Set: ("{", "}")}
+NEW = ("empty", "zeros", "ones", "full")  # they make tensors, also as new_empty and empty_like
 LOWEST = "-3.4e38"  # with it in the place of -inf, a row that sees no key is no longer told from others
 # Files and folders in which tests without a GPU see few changes (of Gluon only the roles run), or that are no code of a
 # stage.
@@ -111,11 +114,22 @@ def python_changes(file, text):
                 if keyword.arg in OPTIONAL:
                     rest = [source(x) for x in (*node.args, *node.keywords) if x is not keyword]
                     yield node, f"{source(node.func)}({', '.join(rest)})"
-        passed = node.args if isinstance(node, ast.Call) else [node.iter] if hasattr(node, "iter") else []
-        for group in passed:
-            if isinstance(group, (ast.Tuple, ast.List)) and len(group.elts) > 1:
-                if all(isinstance(x, ast.Name) for x in group.elts):
-                    yield from ((group, new) for new in without_one(group.elts, ", ", ("[", "]")))
+                if keyword.arg == "dtype" and source(node.func).removesuffix("_like").endswith(NEW):
+                    yield keyword.value, "torch.float64"
+        if isinstance(node, ast.Compare) and len(node.ops) == 2:
+            (start, first_end), (second, end) = span(node), span(node.comparators[0])
+            yield node, text[start:end]
+            yield node, text[second:first_end]
+        for group in filter(is_list_of_names, searched(node)):
+            yield from ((group, new) for new in without_one(group.elts, ", ", BRACKETS[type(group)]))
+
+    def searched(node):
+        """What is passed, looped over, or searched by `in`."""
+        if isinstance(node, ast.Call):
+            return node.args
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            return node.comparators[:1]
+        return [node.iter] if hasattr(node, "iter") else []
 
     def visit(node, names):
         yield from (Change(file, *span(replaced), new) for replaced, new in dropped(node))
@@ -146,6 +160,15 @@ def python_changes(file, text):
             yield from visit(child, names)
 
     yield from visit(ast.parse(text), set())
+
+
+def is_list_of_names(node):
+    """Whether the node is a list of several names, such as (k, v), {errno.EROFS, errno.EPERM} or ["q", "k"]."""
+
+    def is_name(x):
+        return isinstance(x, (ast.Name, ast.Attribute)) or isinstance(x, ast.Constant) and isinstance(x.value, str)
+
+    return isinstance(node, tuple(BRACKETS)) and len(node.elts) > 1 and all(map(is_name, node.elts))
 
 
 def changed_constant(value):

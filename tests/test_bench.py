@@ -636,6 +636,28 @@ def test_small_calls_are_told_in_microseconds_of_the_newest_run():
     assert "B = 1, H = 2, N = 256, D = 64, bfloat16. NVIDIA H200" in text and report.small_calls([]) == report.EMPTY
 
 
+def test_each_form_of_a_cell_of_the_tables_of_speeds_and_of_loads():
+    """Numbers of three digits, what was not measured, a kernel that no peer was measured beside, a peer."""
+    at_1k = {"N": 1024, "Nk": 1024, "reps": 33}
+    other = {"kernel": "fwd_1_warp", "tflops": 0.01234}
+    rows = [row(), row(**at_1k, tflops=1234.5, error=2e-3), row(**at_1k, **other), peer_row(tflops=2.0)]
+    rows.append(peer_row(peer="fa4", tflops=4.0, error=0.0))
+    text = report.markdown(rows)
+    assert text.splitlines()[2:6] == [
+        "| 01 fwd_0_scalar | 3 | 1.23e+03 | 75% | 2.0e-03 |",
+        "| 01 fwd_1_warp | – | 0.0123 | – | 1.0e-03 |",
+        "| fa4 | 4 | – | – | 0.0e+00 |",
+        "| sdpa-flash | 2 | – | – | 1.0e-03 |",
+    ]
+    assert "\n| kernel | N=512 | N=1024 | of the best peer | error |\n" in f"\n{text}" and "at least 30 " in text
+    of_load = [row(**LOAD, causal=True), peer_row(**LOAD, causal=True), row(**LOAD, **{"pass": "bwd"})]
+    assert report.markdown(of_load).splitlines()[2:5] == [
+        "| fwd, D=64, causal | 01 fwd_0_scalar | 3 | 1600 | 700 | 1.88 | 233 |",
+        "| fwd, D=64, causal | sdpa-flash | 3 | 1600 | 700 | 1.88 | 233 |",
+        "| bwd, D=64, full | 01 fwd_0_scalar | 3 | 1600 | 700 | 1.88 | 233 |",
+    ]
+
+
 def test_what_was_not_measured_beside_a_kernel_is_not_compared_with_it():
     """The numbers of a table are those of the page of results."""
     for how in ({}, LOAD):

@@ -108,6 +108,35 @@ def test_the_worst_gradient_is_the_one_that_is_furthest_beyond_its_tolerance(sub
     assert right["verdict"] == "agrees" and row["verdict"] == "FAILS" and row["gradient"]["worst"] == small
 
 
+def test_each_number_of_a_training_step_alone_fails_the_stage(subject, monkeypatch):
+    """The loss and each parameter's gradient, which has to be within its own tolerance."""
+    step, tolerance = subject.step_under_sdpa()
+    for name, x in step.items():
+        for far, verdict in (0.9, "agrees"), (1.5, "FAILS"):
+            other = step | {name: x + far * tolerance[name]}
+            monkeypatch.setattr(compare, "_on_one", lambda *_, other=other: ({}, other))
+            assert compare.compare("00", subject)["verdict"] == verdict, name
+
+
+def test_each_form_of_a_cell_of_the_demo_s_table():
+    number = {"errors": dict.fromkeys(error.NAMES, 3e-7), "tolerances": dict.fromkeys(error.NAMES, 4e-6)}
+    number |= {"loss_difference": 0.0, "loss_tolerance": 2e-12, "seconds": 0.04}
+    number |= {"gradient": {"worst": "w", "difference": float("inf"), "tolerance": 1.5}}
+    where = {"stage": "step02_fa2_cuda", "engine": "NVRTC", "shape": [1, 2, 131, 32]}
+    table = __main__.results([
+        where | number | {"verdict": "agrees", "tflops": 123.4, "sdpa_tflops": 0.5},
+        where | number | {"verdict": "FAILS"},
+        where | {"verdict": "skipped", "reason": "needs a GPU"},
+    ])  # fmt: skip
+    lines = [list(column.cells) for column in table.columns]
+    agrees, fails, skipped = map(list, zip(*lines, strict=True))
+    first = "02_fa2_cuda\nNVRTC\n1x2x131x32"
+    numbers = ["3e-7\n4e-6"] * 5 + ["0e+00\n2e-12", "inf\n2e+00", "0.0"]
+    assert agrees == [first, *numbers, "123\n(0.5)", "agrees"]
+    assert fails == [first, *numbers, "", "FAILS"]
+    assert skipped == [first, *[""] * 9, "skipped"]
+
+
 @without_a_gpu
 def test_a_missing_compiler_is_a_reason_to_skip_not_to_fail(subject, monkeypatch):
     monkeypatch.setattr(catalogue.shutil, "which", lambda name: None)

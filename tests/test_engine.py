@@ -1,10 +1,14 @@
 """The engine is decided before Numba and Triton are imported, or says that it is too late."""
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from importlib import metadata
 from types import ModuleType
 
@@ -137,6 +141,113 @@ def test_one_thread_at_a_time_is_in_a_simulator(name, together, monkeypatch):
         thread.join(10)
     assert counts == together and not inside
     assert (engine.one_at_a_time(print) is print) == (name != "cpu")  # like "cuda": no lock, and so no cost
+
+
+def forked(function, seconds=20):
+    """Whether the function ends without an error in a forked process, in which it has so many seconds."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+@contextlib.contextmanager
+def in_another_thread(function):
+    """Inside `with`, calls the function again and again in another thread."""
+    stop, began = threading.Event(), threading.Event()
+
+    def work():
+        while not stop.is_set():
+            began.set()
+            function()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert began.wait(10)
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def locks_of_modules():
+    """{module.name: each lock that a module of steps has}"""
+    for number in catalogue.STAGES:
+        if not catalogue.unavailable(number):
+            catalogue.stage(number)
+    kinds, modules = (type(threading.Lock()), type(threading.RLock()), threading.Condition), sorted(sys.modules.items())
+    own = [(name, module) for name, module in modules if name.partition(".")[0] == "steps"]
+    return {f"{name}.{key}": x for name, module in own for key, x in vars(module).items() if isinstance(x, kinds)}
+
+
+no_gpu = pytest.mark.skipif(engine.name == "cuda", reason="CUDA does not work in a forked process")
+multithreaded = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@no_gpu
+@multithreaded
+def test_a_forked_process_finds_every_lock_free(monkeypatch):
+    """Also where another thread of the parent keeps them for longer than a fork waits."""
+    monkeypatch.setattr(engine, "_PATIENCE", 0.1)
+    locks, q = locks_of_modules(), torch.randn(1, 1, 3, 16)
+    assert {"steps.engine._lock", "steps.step02_fa2_cuda.nvrtc._importing"} <= set(locks)
+    taken, end = threading.Event(), threading.Event()
+
+    def hold():
+        with contextlib.ExitStack() as all_of_them:
+            for lock in locks.values():
+                all_of_them.enter_context(lock)
+            taken.set()
+            end.wait()
+
+    def compute():
+        for name, lock in locks.items():
+            assert lock.acquire(blocking=False), name
+            lock.release()
+        for number in ("00", "03"):
+            if not catalogue.unavailable(number):
+                catalogue.stage(number).forward(q, q, q)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert taken.wait(10)
+    try:
+        assert forked(compute)
+    finally:
+        end.set()
+        thread.join(10)
+
+
+@no_gpu
+@multithreaded
+def test_a_process_forked_while_a_thread_is_in_a_simulator_computes():
+    """The fork waits until no kernel runs. Else the child has the simulator's `cuda` in the kernel's module."""
+    if reason := catalogue.unavailable("01"):
+        pytest.skip(reason)
+    q, stage = torch.randn(1, 1, 11, 16), catalogue.stage("01")
+    right = stage.forward(q, q, q)[0]
+
+    def compute():
+        torch.testing.assert_close(stage.forward(q, q, q)[0], right)
+
+    with in_another_thread(lambda: stage.forward(q, q, q)):
+        time.sleep(0.05)
+        assert forked(compute)
+    assert stage.forward(q, q, q)[0].equal(right)  # The parent goes on.
 
 
 def test_the_long_form_tells_what_runs_each_stage_and_the_versions(monkeypatch):

@@ -41,9 +41,9 @@ def test_changes_of_python():
 
 @pytest.mark.parametrize("text, new", [
     ("y = min(a, f(b))", ["y = a", "y = f(b)"]),
-    ("for y in (a, b, c): f(y)", ["for y in [b, c]: f(y)", "for y in [a, c]: f(y)", "for y in [a, b]: f(y)",
-                                  "for y in (a, b, c): pass"]),
-    ("y = f((a, b), c)", ["y = f([b], c)", "y = f([a], c)"]),
+    ("for y in (a, b, c): f(y)", ["for y in (b, c,): f(y)", "for y in (a, c,): f(y)",
+                                  "for y in (a, b,): f(y)", "for y in (a, b, c): pass"]),
+    ("y = f((a, b), c)", ["y = f((b,), c)", "y = f((a,), c)"]),
     ("y = a, b", []),
     ("y = f(a, dtype=g(b), more=c)", ["y = f(a, more=c)"]),
     ("self.x = y", ["pass"]),
@@ -51,6 +51,12 @@ def test_changes_of_python():
     ("y = a or b or c", ["y = a and b or c", "y = b or c", "y = a or c", "y = a or b"]),
     ("if a: return\nelse: f = b", []),
     ("y = a >> b", []),
+    ("y = a <= f(x) < b", ["y = a < f(x) < b", "y = a <= f(x)", "y = f(x) < b"]),
+    ("y = x in {errno.A, errno.B}", ["y = x in {errno.B}", "y = x in {errno.A}"]),
+    ("y = any(f(n) for n in (e.A, e.B))", ["y = any(f(n) for n in (e.B,))", "y = any(f(n) for n in (e.A,))"]),
+    ('f(["a", "b"])', ['f(["b"])', 'f(["a"])', "pass"]),
+    ("y = torch.empty_like(x, dtype=a)", ["y = torch.empty_like(x)", "y = torch.empty_like(x, dtype=torch.float64)"]),
+    ("y = x.new_full(n, z, dtype=a)", ["y = x.new_full(n, z)", "y = x.new_full(n, z, dtype=torch.float64)"]),
 ])  # fmt: skip
 def test_what_a_change_of_python_drops(text, new):
     """Each of these kinds was planted once, and the tests of its stage stayed green."""

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import itertools
 import math
 import re
 import subprocess
@@ -33,6 +34,19 @@ WRONG = {
     "l + exp(s)": "leave the maximum out",
     "exp(log(l) + m - m_new) + exp(s - m_new)": "From the second score on it is right",
     "l": "l ends at 0 and should be 1.657",
+}
+# What the words about each mistake have to name: what is missing or wrong in it, which no other mistake is told.
+TOLD = {
+    "l + exp(s - m_new)": "You do not rescale l.",
+    "l * exp(m - m_new) + exp(s - m)": "You use the old maximum for the new term. It is exp(s - m_new).",
+    "l + exp(s - m)": "the old maximum for the new term, and do not rescale l",
+    "exp(m - m_new) * (l + exp(s - m))": "the old maximum: exp(s - m) is inf",
+    "l * exp(m_new - m) + exp(s - m_new)": "The factor of l is upside down: it is exp(m - m_new), never above 1.",
+    "(l + exp(s - m_new)) * exp(m - m_new)": "You rescale the new term, too.",
+    "exp(s - m_new)": "You start at 0 again",
+    "l * exp(m - m_new)": "the new score is not added",
+    "l + exp(s)": "You leave the maximum out.",
+    "l + s": "You add the score itself.",
 }
 NO_ARITHMETIC = {
     "": "Write one expression",
@@ -86,13 +100,29 @@ def test_mistakes_are_wrong_and_no_two_are_the_same():
         assert puzzle.judge(line)[0] is False and puzzle.judge(line)[1].endswith(words)
 
 
+def test_the_words_about_a_mistake_name_what_is_wrong_in_it():
+    assert TOLD.keys() == puzzle.MISTAKES.keys()
+    for line, told in TOLD.items():
+        assert [other for other, words in puzzle.MISTAKES.items() if told in words] == [line]
+
+
+def test_the_last_hint_is_right_and_so_is_the_formula_before_it():
+    _, formula, answer = puzzle.HINTS
+    assert puzzle.judge(answer.removeprefix("Hint 3, the answer: ")) == (True, puzzle.RIGHT)
+    left, right = (ast.parse(side).body[0].value for side in formula.partition(": ")[2].split(", with")[0].split(" = "))
+    for score, m, m_new in itertools.product((-1.5, 0.0, 0.5), repeat=3):
+        names = {"score": score, "m": m, "m_new": m_new}
+        assert math.isclose(puzzle.value(left, names), puzzle.value(right, names))
+
+
 @pytest.mark.parametrize("text", ["-inf", "m = -inf", "-math.inf", "- inf"])
 def test_the_maximum_starts_below_every_score(text):
     assert puzzle.judge_start(text) == (True, puzzle.NEXT)
 
 
 @pytest.mark.parametrize("text, says", [
-    ("0", "softmax 0 / 0"), ("m = 0.0", "softmax 0 / 0"), ("-1e30", "below every score"), ("inf", "Not inf"),
+    ("0", "softmax 0 / 0"), ("m = 0.0", "softmax 0 / 0"), ("inf", "Not inf"),
+    *((text, "below every score") for text in ("-1", "-1000", "-1e30", "-1e308", f"-{sys.float_info.max}")),
     *((text, "Write a number") for text in ("s", "", "float('-inf')", "9**9**9**9", "-inf; 1", "\0")),
 ])  # fmt: skip
 def test_another_start_is_told_why_not(text, says):

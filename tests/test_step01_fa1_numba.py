@@ -1,5 +1,7 @@
 """Stage 01: the contract, what the kernels compile to, and what only a GPU can show."""
 
+import contextlib
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +16,14 @@ import steps.step01_fa1_numba as step01
 from reference import error
 from steps import engine
 from steps.figures import n01x_deeper
-from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers
+from steps.step01_fa1_numba import (
+    bwd_0_published,
+    bwd_2_registers,
+    fwd_0_published,
+    fwd_1_loops_swapped,
+    fwd_2_registers,
+    limits,
+)
 from support.contract_suite import Contract
 from support.operands import PLACES
 
@@ -26,6 +35,34 @@ def test_the_simulator_s_threads_compute_while_they_are_waited_for(monkeypatch):
     monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: asked.append(thread) or is_alive(thread))
     step01.forward(*torch.randn(3, 1, 2, 11, 16), rung="published")
     assert 8 <= len(asked) < 10_000
+
+
+WITHOUT_NUMBA_CUDA = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]
+import torch
+from steps import step01_fa1_numba as step01
+from numba import cuda
+assert "numba_cuda" not in cuda.__file__, cuda.__file__
+x = torch.randn(4, 1, 1, 11, 8)
+
+def results(attention, **options):
+    q, k, v = x[:3].clone().requires_grad_()
+    out = attention(q, k, v, **options)
+    return out, *torch.autograd.grad(out, (q, k, v), x[3])
+
+right = results(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+for rung in step01.RUNGS:
+    for _ in range(3):
+        torch.testing.assert_close(results(step01.attention, causal=True, rung=rung), right, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="kernels are not simulated")
+def test_where_numba_cuda_is_not_installed_numba_s_own_simulator_runs_all_rungs():
+    """As on macOS. Its threads shared `cuda` wrongly, so that most calls failed."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA_CUDA], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class TestContract(Contract):
@@ -47,6 +84,13 @@ class TestContract(Contract):
         small = engine.name == "cpu" and (rung or N)
         N = min(N or 11, 11) if small else N or 19  # 11 are two tiles, the second one ragged.
         return super().example(N, D or (16 if small else 32), rung)
+
+    @contextlib.contextmanager
+    def without_launches(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            for module in (fwd_0_published, fwd_1_loops_swapped, fwd_2_registers, bwd_0_published, bwd_2_registers):
+                patch.setattr(module, "launch", lambda *_: None)
+            yield
 
 
 @pytest.mark.compile
@@ -87,6 +131,12 @@ def test_an_impossible_tile_raises_with_the_sum(kernels, tile, D, words):
             kernels.backward(x, x, x, x, x, x[..., 0], tile=tile)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_the_limits_are_those_of_every_rung():
+    assert limits.KERNELS.keys() == step01.RUNGS.keys()
+    assert limits.tile_fits("registers", 64, (8, 8) if engine.name == "cpu" else (128, 64))
+    assert not limits.tile_fits("published", 128, (128, 64))
 
 
 def test_a_tile_that_the_threads_cannot_share_out_raises():

@@ -37,6 +37,18 @@ def test_a_file_is_made_once(folder):
     assert cache.get(("a", 2), ".json", write) != paths[0]
 
 
+def test_of_two_that_make_the_same_file_the_second_takes_that_of_the_first(folder):
+    """What a compiler writes may differ from run to run, and so may the checksum in the name."""
+    inner = []
+
+    def write_later(path):
+        inner.append(cache.get(("a",), ".json", write))  # Another process begins later, and ends sooner.
+        path.write_bytes(b"what was made, in other bytes")
+
+    assert cache.get(("a",), ".json", write_later) == inner[0] == cache.get(("a",), ".json", None)
+    assert [path.read_bytes() for path in folder.iterdir()] == [b"what was made"]
+
+
 @pytest.mark.parametrize("damage", [b"", b"what was", b"what was mad3"])
 def test_a_damaged_file_is_made_anew(folder, damage):
     path = cache.get(("a",), ".json", write)
@@ -207,13 +219,24 @@ def test_a_cache_that_can_only_be_read(folder, temporary, monkeypatch):
     assert cache.get(("c",), ".json", write).parent == temporary
 
 
+FULL = "^The disk has no room for a compiled kernel: .*XDG_CACHE_HOME"
+READ_ONLY = r"^The cache of compiled kernels cannot be written to \(.*\): move it by XDG_CACHE_HOME\.$"
+REFUSALS = {
+    errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EROFS: READ_ONLY, errno.EACCES: READ_ONLY, errno.EPERM: READ_ONLY,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("where", ["a folder", "a move"])
-def test_a_disk_that_is_full_where_nothing_can_be_begun_or_ended(folder, where, monkeypatch):
+@pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
+def test_a_folder_in_which_nothing_can_be_begun_or_ended_any_more(folder, where, number, monkeypatch):
     cache.folder()
     with monkeypatch.context() as patch:
-        refused(patch, where, errno.ENOSPC)
-        with pytest.raises(RuntimeError, match="^The disk has no room for a compiled kernel: .*XDG_CACHE_HOME"):
+        refused(patch, where, number)
+        with pytest.raises(RuntimeError, match=REFUSALS[number]):
             cache.get(("a",), ".json", write)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        refused(patch, where, errno.EIO)  # Nobody knows what to do about others.
+        cache.get(("a",), ".json", write)
     assert not list(folder.iterdir()) and cache.get(("a",), ".json", write).read_bytes() == b"what was made"
 
 

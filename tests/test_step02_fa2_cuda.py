@@ -1,5 +1,7 @@
 """Stage 02: the contract, and what only a GPU or only the emulation can show."""
 
+import contextlib
+import itertools
 import math
 import re
 import subprocess
@@ -17,10 +19,11 @@ import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import checks, engine
 from steps.bench.rows import geometry
-from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, works
+from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, plan, works
 from steps.workbook import one_rung
 from support import schedules
 from support.contract_suite import Contract
+from support.operands import scores_whose_roundings_add_up
 
 GPU = engine.name == "cuda"
 no_compiler = engine.name == "cpu" and not emulator.available()
@@ -36,6 +39,13 @@ class TestContract(Contract):
     few = ("ragged", "ragged_causal", "more_queries_causal", "explicit_scale", "scores_200", "common_score",
            "large_scores", "own_layouts")  # fmt: skip
     few_in_other_dtypes = ("large_scores",)
+
+    @contextlib.contextmanager
+    def without_launches(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "kept", {})
+            patch.setattr(plan.Plan, "run", lambda *_: None)
+            yield
 
 
 @needs_compiler
@@ -132,6 +142,23 @@ def test_a_refusal_names_the_choices():
         step02.forward(q, k, v, rung=["fa2"])
 
 
+def bytes_of_a_block(rung, D, tile, own):
+    """The most shared memory that a launch of a forward and a backward takes if a call names this tile.
+
+    A backward with tiles of its own has the smallest here, as in the emulation.
+    """
+    q, most = torch.zeros(1, 1, 3, D, device="meta"), 0
+    strides = dict.fromkeys(("q", "k", "v", "out", "dout"), (1, 1, 1))
+    row = ladder.FORWARD[rung]
+    for dtype in own["dtypes"]:
+        backward = ladder.backward_row(rung, dtype, D)
+        named = tile if backward.tile_of_forward else None
+        for one, make, tile_of_one in (row, works.forward_works, tile), (backward, works.backward_works, named):
+            launches = make(works.problem_of(one, q.to(dtype), q.to(dtype), tile=tile_of_one), strides)
+            most = max(most, *(work.shared_bytes for work in launches))
+    return most
+
+
 @pytest.mark.parametrize(
     "capability, KiB", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227)], ids=str
 )
@@ -143,6 +170,9 @@ def test_what_a_gpu_takes(capability, KiB):
     assert {rung for rung in there if torch.bfloat16 in own[rung]["dtypes"]} == {
         rung for rung in there if rung != "scalar" and capability >= (8, 0)
     }
+    for rung in there:
+        for D, tile in itertools.product(own[rung]["head_dims"], own[rung]["tiles"]):
+            assert own[rung]["tile_fits"](D, tile) == (bytes_of_a_block(rung, D, tile, own[rung]) <= 1024 * KiB)
     assert 128 in own["fa2"]["head_dims"] and (256 in own["fa2"]["head_dims"]) == (KiB > 100)
     if capability != (9, 0):
         supports = step02.SUPPORTS | {"elsewhere": ladder.elsewhere(capability)}
@@ -288,6 +318,16 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung, D, dtype):
     rtol = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, v.expand_as(out), rtol=rtol, atol=0)
     torch.testing.assert_close(dv, torch.full_like(dv, 40), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("rung, D, dtype", HALF_RUNGS[-1:] + HOPPER_RUNGS)  # one of each backward
+def test_a_single_key_gets_all_of_the_gradient_where_four_roundings_add_up(rung, D, dtype):
+    """With 2^-23 or 2^-24 in the place of the 2^-22 that `lse_in_base_2` takes off, P is less than 1 here."""
+    q, k, scale, lse = scores_whose_roundings_add_up(D, dtype)
+    q, k, lse = (x.to(engine.device) for x in (q, k, lse))
+    v = torch.randn(1, 1, 1, D, generator=torch.Generator().manual_seed(0)).to(engine.device, dtype)
+    _, _, dv = step02.backward(torch.ones_like(q), q, k, v, v.expand_as(q), lse, rung=rung, scale=scale)
+    torch.testing.assert_close(dv, torch.full_like(dv, 40))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import contextlib
 import inspect
+import itertools
 import math
 import re
 import weakref
+from collections import defaultdict
 from ctypes import addressof, c_uint64, c_void_p
 from dataclasses import replace
 from functools import partial
@@ -449,12 +451,13 @@ def test_a_launcher_refuses_saved_tensors_that_do_not_fit(name, monkeypatch):
 
 @pytest.mark.parametrize("rung", ladder.FORWARD)
 def test_no_keys_and_no_queries_give_nothing(rung):
-    dtype = ladder.FORWARD[rung].dtypes[0]
-    for Nq, Nk in ((5, 0), (0, 5)):
+    for dtype, (Nq, Nk) in itertools.product(ladder.FORWARD[rung].dtypes, ((5, 0), (0, 5))):
         q, k = torch.ones(1, 2, Nq, 64, dtype=dtype), torch.ones(1, 2, Nk, 64, dtype=dtype)
         out, lse = calls.forward(q, k, k, rung=rung)
         assert out.shape == q.shape and not out.any() and torch.equal(lse, torch.full((1, 2, Nq), -torch.inf))
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         grads = calls.backward(q, q, k, k, out, lse, rung=rung)
+        assert [x.dtype for x in grads] == [dtype] * 3
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape] and not any(x.any() for x in grads)
 
 
@@ -583,6 +586,67 @@ def test_the_geometry_of_a_launch():
     assert small[1:3] == (11 * 32, 128) and small[4] == macros | {"Br": 64, "Bc": 64, "WARPS": 4}
 
 
+# What the head of a .cu file says of a launch: an expression in the sizes, such as ceil(Nq / Br) * H * B.
+ATOM = r"(?:ceil)?\((?:[^()]|\([^()]*\))*\)|\w+"
+EXPRESSION = rf"(?:{ATOM})(?: [-+*/] (?:{ATOM}))*"
+
+
+def told_of_launches(row):
+    """{kernel: what the head of the row's file says of its launch}; where it says "as in rung N", that file's."""
+    text = (works.HERE / row.file).read_text()
+    head = " ".join(line.removeprefix("//").strip() for line in text.splitlines() if line.startswith("//"))
+    told = re.search(r"Launch(?: and limits)?:? (.*?) Spill budget", head)[1]
+    if other := re.match(r"as in rung (\d)", told):
+        return told_of_launches(ladder.ROWS[int(other[1])])
+    parts = re.split(r"(attention_\w+(?: and attention_\w+)?) with ", told)
+    if len(parts) == 1:
+        return {"attention_forward": told}
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return {kernel: part for names, part in pairs for kernel in names.split(" and ")}
+
+
+def told_of(told, work, problem):
+    """(grid, block, bytes of shared memory) of the launch, from what the head of its file says of it."""
+    D, Br, group = problem.D, problem.Br, problem.H // problem.Hk
+    names = {name: getattr(problem, name) for name in ("B", "H", "Nq", "Nk", "D", "Br", "Bc")} | {"ceil": math.ceil}
+    names |= {"padded_rows": -(-problem.Nq // Br) * Br, "WARPS": work.macros.get("WARPS")}
+    names["parts"] = problem.H if work.macros.get("HEADS_APART") else problem.H // group
+    for name, value in re.findall(r"^constexpr int (Q_STAGES|STAGES) = (.*?);", work.file.read_text(), re.M):
+        names[name] = eval(re.sub(r"(.*) \? (.*) : (.*)", r"\2 if \1 else \3", value), dict(names))
+
+    def value(before):
+        found = re.search(rf"{before}({EXPRESSION})", told)
+        return found and eval(found[1], dict(names))
+
+    names["total"] = value("total = ")
+    grid = value("without PERSISTENT ") or value("grid ")
+    if D == 96 and "for D = 96" in told:
+        grid = value("for D = 96 ")
+    if "multiprocessor" in told and work.macros.get("PERSISTENT", 1):
+        grid = min(grid, problem.processors)
+    block = value(r"threads \(") if Br < 64 else None
+    block = block or value("block ")
+    shared = re.search(rf"({EXPRESSION}) bytes of dynamic shared memory", told)
+    return grid, block, eval(shared[1], dict(names)) if shared else 0
+
+
+@pytest.mark.parametrize("row", [*ladder.ROWS, *ladder.BACKWARD_ROWS], ids=lambda row: row.file)
+def test_the_launches_are_those_of_the_head_of_each_file(row):
+    """Whoever copies a file out launches it as its head says."""
+    told, make = told_of_launches(row), works.forward_works if row in ladder.ROWS else works.backward_works
+    head_dims = {row.head_dims[0], 96, row.head_dims[-1]} & set(row.head_dims)
+    for D, H, Nq in itertools.product(head_dims, (4, 16), (300, 2100)):
+        q, k = (torch.empty(2, heads, N, D, dtype=row.dtypes[0], device="meta") for heads, N in ((H, Nq), (4, 700)))
+        for tile in {table[D] for table in row.tiles} | ({(32, 64)} if "Br < 64" in str(told) else set()):
+            problem = replace(works.problem_of(row, q, k, tile=tile), processors=7)
+            for switched in ((), (("PERSISTENT", 0),)) if row.persistent else ((),):
+                launches = make(replace(problem, switches=switched), defaultdict(lambda: (0, 0, 0)))
+                assert {work.kernel for work in launches} == told.keys()
+                for work in launches:
+                    found = work.grid, work.block, work.shared_bytes
+                    assert told_of(told[work.kernel], work, problem) == found, (D, H, Nq, tile, work.kernel)
+
+
 @pytest.mark.parametrize("what, sizes", [
     ("queries and keys", dict(Nq=2**31 - 2**16, Nk=1)),
     ("queries and keys", dict(Nq=1, Nk=2**31 - 2**16)),
@@ -597,6 +661,27 @@ def test_more_than_a_kernel_can_count_is_refused(rung, what, sizes, monkeypatch)
     monkeypatch.setattr(plan, "can_read", lambda *_: True)
     with pytest.raises(ValueError, match=f"{what} are more than a kernel can count"):
         calls.forward(q, k, k, rung=rung)
+
+
+def test_a_kernel_counts_to_its_limit_and_no_further():
+    works.check_count("blocks", works.MOST)
+    with pytest.raises(ValueError, match=f"{works.MOST + 1} blocks are more than a kernel can count"):
+        works.check_count("blocks", works.MOST + 1)
+
+
+@pytest.mark.parametrize("row", [*ladder.ROWS, *ladder.BACKWARD_ROWS], ids=lambda row: row.file)
+def test_the_blocks_of_every_launch_are_counted(row, monkeypatch):
+    """Of a persistent kernel the tiles: more of them than 2^31 are no problem of memory in a test of launches alone."""
+    counted = []
+    monkeypatch.setattr(works, "check_count", lambda what, number: counted.append(number))
+    q, k = (torch.empty(1, 1, N, row.head_dims[-1], dtype=row.dtypes[0], device="meta") for N in (8, 2000))
+    problem = replace(works.problem_of(row, q, k), B=2**31)
+    make = works.forward_works if row in ladder.ROWS else works.backward_works
+    launches = make(problem, defaultdict(lambda: (0, 0, 0)))
+    assert launches
+    for work in launches:
+        blocks = work.grid if work.grid > problem.processors else 2**31
+        assert blocks in counted and (blocks >= 2**31 or work.kernel == "attention_delta"), work
 
 
 @pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="without a GPU stage 02 needs g++")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from steps import engine
-from steps.step03_triton import decode, dropout, flash, rungs
+from steps.step03_triton import bwd_2_gluon, decode, dropout, flash, flash_gluon, fwd_3_gluon, rungs
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="the products of a compiled kernel cannot be watched")
@@ -46,6 +46,19 @@ def both(forward, backward, dtype, more=(), batches=B, **options):
 def test_of_a_rung(rung, dtype):
     if dtype in rungs.LIMITS.get(rung, {}).get("dtypes", DTYPES):
         both(*rungs.RUNGS[rung], dtype)
+
+
+def test_of_the_plain_kernels_of_the_rungs_in_gluon():
+    """Gluon is not interpreted, but these kernels are Triton's."""
+    files = bwd_2_gluon, flash_gluon, fwd_3_gluon
+    own = {name: x for file in files for name, x in vars(file).items() if name.endswith("_kernel")}
+    plain = {name for name, x in own.items() if isinstance(x, InterpretedFunction) and "gluon" in x.fn.__module__}
+    assert plain == {"dq_kernel"}, "each of them has to be called here"
+    Nq, D, Br = 60, 64, 16
+    dq = torch.full((B * H, Nq, D), torch.nan)
+    programs = B * H * -(-Nq // Br)
+    bwd_2_gluon.dq_kernel[(programs,)](torch.ones(programs * Br * D), dq, Nq, 0.5, D=D, D_pad=D, Br=Br)
+    assert (dq == 0.5).all()
 
 
 STARTS = torch.tensor([0, 17, 24], dtype=torch.int32)

@@ -168,6 +168,7 @@ ERRORS = {
     "packed slopes": (PACKED | {"alibi_slopes": Z(2, H)}, ValueError, r"\(sequences, H\) = \(3, 2\); got \(2, 2\)"),
     "lengths_k, dtype": ({"lengths_k": starts(3, 4).long()}, TypeError, "lengths_k must be int32 .*got int64"),
     "lengths_k, shape": ({"lengths_k": starts(3)}, ValueError, r"\(B,\) = \(2,\); got \(1,\)"),
+    "lengths_k, below": ({"lengths_k": starts(-1, 4)}, ValueError, r"between 0 and Nk = 23; got \[-1, 4\]"),
     "lengths_k, values": ({"lengths_k": starts(3, 24)}, ValueError, r"between 0 and Nk = 23; got \[3, 24\]"),
     "lengths_k, sinks": ({"lengths_k": starts(3, 4), "sinks": [1.0]}, TypeError, "sinks must be .*got list"),
     "lengths_k, others": ({"lengths_k": starts(3, 4), "first_key": 2}, ValueError, "lengths_k goes .*got first_key"),
@@ -182,6 +183,49 @@ def test_what_is_refused(name, monkeypatch):
     q, k, v = example(batch=1 if name.startswith(ONE) else B)
     with pytest.raises(exception, match=words):
         step03.attention(q, k, v, **({"check": engine.name == "cuda"} | given))
+
+
+FLOAT32 = torch.finfo(torch.float32)
+FAR = options.FAR
+ENDS = {  # {option: its least and its largest number}
+    "first_query": (-FAR, FAR - 1), "first_key": (-FAR, FAR - 1), "max_seqlen_q": (0, FAR - 1),
+    "max_seqlen_k": (0, FAR - 1), "seed": (-(2**63), 2**63 - 1), "dropout_p": (0.0, math.nextafter(1.0, 0.0)),
+    "softcap": (FLOAT32.tiny, FLOAT32.max * math.log(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_each_end_of_a_range(name):
+    """Both ends are taken, and the number beyond each is not."""
+    for end, towards in zip(ENDS[name], (-1, 1), strict=True):
+        assert options.read({name: end})[name] == end
+        beyond = end + towards if isinstance(end, int) else math.nextafter(end, towards * math.inf)
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            options.read({name: beyond})
+
+
+def test_each_end_of_a_window():
+    assert options.read({"window": (-1, 0)})["window"] == [-1, 0]
+    for window in ((-2, 0), (0, -2)):
+        with pytest.raises(ValueError, match="window must be"):
+            options.read({"window": window})
+
+
+@pytest.mark.parametrize("side, rows", [("q", Nq), ("k", Nk)])
+def test_each_end_of_what_packed_sequences_and_lengths_say(side, rows):
+    x = Z(1, H, rows, D), Z(1, H, rows, D)
+    whole = {f"cu_seqlens_{one}": starts(0, 5, rows) for one in "qk"} | {f"max_seqlen_{one}": rows - 5 for one in "qk"}
+    name, longest = f"cu_seqlens_{side}", f"max_seqlen_{side}"
+    options.check_values(*x, options.read(whole))
+    for wrong in ((1, 5, rows), (-1, 5, rows), (0, 5, 4), (0, 5, rows + 1)):
+        with pytest.raises(ValueError, match=f"{name} must begin with 0, never fall, and end at most at {rows}, "):
+            options.check_values(*x, options.read(whole | {name: starts(*wrong)}))
+    with pytest.raises(ValueError, match=f"{longest} must be at least the length .*, {rows - 5}; got {rows - 6}"):
+        options.check_values(*x, options.read(whole | {longest: rows - 6}))
+    options.check_values(*x, options.read({"lengths_k": starts(0, rows)}))
+    for wrong in (-1, rows + 1):
+        with pytest.raises(ValueError, match=f"lengths_k must be between 0 and Nk = {rows}; got "):
+            options.check_values(*x, options.read({"lengths_k": starts(wrong)}))
 
 
 CARRIED = {"out": Z(B, H, Nq, D), "lse": Z(B, H, Nq)}
@@ -259,7 +303,9 @@ def test_lengths_and_starts_are_checked_where_there_is_nothing_to_sum_too():
 def test_files_that_are_lifted_out_check_q_k_and_v_too():
     q, k, v = example()
     options.check_inputs((("q", q), ("k", k), ("v", v)))
-    for bad in ((q, k, v[:, :, 1:]), (q, k[:1], v[:1]), (q, k[..., 1:], v[..., 1:]), (q[0], k, v), (q[:, :1], q, q)):
+    bads = [(q, k, v[:, :, 1:]), (q, k[:1], v[:1]), (q, k[..., 1:], v[..., 1:]), (q[0], k, v), (q[:, :1], q, q)]
+    bads += [(q[None],) * 3, (q[0, 0, 0],) * 3, (Z(1, 1, 2, 257),) * 3]
+    for bad in bads:
         with pytest.raises(ValueError, match="q must be"):
             options.check_inputs(tuple(zip("qkv", bad, strict=True)))
     for bad in ((q, k.half(), v), (q, k, v.to("meta")), (q.int(), k.int(), v.int())):
@@ -693,6 +739,29 @@ def test_tensors_of_no_element(name, shape):
     torch.testing.assert_close(carried, ((1 - with_sinks).exp()[..., None].expand_as(q), with_sinks))
 
 
+@pytest.mark.parametrize("dtype", options.FLOATS, ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_results_of_no_number_have_their_dtypes(name, dtype):
+    """A mask's gradient and that of the sinks have their own, whatever that of q is."""
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    for keys in (0, Nk):  # no key, then no query
+        given = features([name])
+        q, k, _ = (x.to(dtype) for x in example(batch=1, heads=(H, H), lengths=(0 if keys else Nq, keys)))
+        if name == "packed":
+            given["cu_seqlens_q" if keys else "cu_seqlens_k"] = Z(4, dtype=torch.int32)
+        if "mask" in given:
+            given["mask"] = Z(1, 1, 1, keys, dtype=other if is_additive(given) else torch.bool)
+        if "alibi_slopes" in given:
+            given["alibi_slopes"] = Z(1, H)
+        if "sinks" in given:
+            given["sinks"] = given["sinks"].to(other)
+        out, lse = step03.forward(q, k, k, **given)
+        asked = {"mask_gradient": True} if is_additive(given) else {}
+        grads = step03.backward(q, q, k, k, out, lse, **given, **asked)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        assert [x.dtype for x in grads] == [dtype] * 3 + [other] * len(learned(given))
+
+
 def test_no_sequence_at_all():
     q, k, v = example(batch=1, gradient=True)
     out = step03.attention(q, k, v, cu_seqlens_q=starts(0), cu_seqlens_k=starts(0), max_seqlen_q=0, max_seqlen_k=0)
@@ -945,6 +1014,8 @@ def test_what_sdpa_refuses():
         step03.sdpa(q, k, v, attn_mask=Z(Nk, Nq))
     with pytest.raises(ValueError, match="dropout_p must be"):
         step03.sdpa(q, k, v, dropout_p=1.5)
+    with pytest.raises(RuntimeError, match=r"^sdpa takes attn_mask or .*Hide in the mask what causal would hide\.$"):
+        step03.sdpa(q, k, v, attn_mask=Z(Nq, Nk), is_causal=True)
     with pytest.raises(TypeError, match="key must be a torch.Tensor, got NoneType"):
         step03.sdpa(q, None, v)
     with pytest.raises(TypeError, match="attn_mask must be a torch.Tensor, got list"):

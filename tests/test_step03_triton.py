@@ -1,7 +1,10 @@
 """Stage 03: the contract, sdpa against torch's, and the kernels compiled for GPUs that need not be there."""
 
+import contextlib
 import importlib.util
 import itertools
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,7 @@ from steps.step03_triton.replay import Recording
 from support import compile_triton
 from support.contract_suite import Contract, unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+from support.operands import scores_whose_roundings_add_up
 
 PINNED = "3.7.1"  # requirements.txt
 
@@ -40,6 +44,35 @@ class TestContract(Contract):
     several_tiles = 300
     # Rungs tma and roles also have a way without descriptors ("offset"), and a backward of their own.
     few = Contract.few + ("fewer_queries", "wide_tile", "tall_tile", "offset", "grouped_heads")
+
+    @contextlib.contextmanager
+    def without_launches(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(Recording, "launch", lambda *_, **__: None)
+            yield
+        for file in (fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon):
+            file.forward.forget()
+        for file in (bwd_0_fused, bwd_1_tma, bwd_2_gluon):
+            file.backward.forget()
+
+
+@pytest.mark.parametrize("file", [fwd_0_fused, fwd_1_tma, fwd_2_roles, bwd_2_gluon], ids=lambda file: file.__name__)
+def test_the_grid_is_that_of_the_head_of_the_file(file, monkeypatch):
+    """Of the kernel with the loop over tiles, which is the first of a forward and the second of a backward."""
+    launched = []
+    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
+    monkeypatch.setattr(Recording, "launch", lambda self, kernel, programs, *_, **__: launched.append(programs))
+    names = {"B": 2, "H": 6, "Hk": 3, "Nq": 333, "Nk": 300, "ceil": math.ceil, "Br": 32}
+    told = re.search(r"Launch: grid\s\((.*?),\)", file.__doc__)[1]
+    q, k = (torch.zeros(2, heads, N, 64, device=engine.device).half() for heads, N in ((6, 333), (3, 300)))
+    if hasattr(file, "forward"):
+        file.forward.forget()
+        file.forward(q, k, k, tile=(32, 16))
+        file.forward.forget()
+    else:
+        file.backward(q, q, k, k, q, q[..., 0].float())
+        file.backward.forget()
+    assert launched[0 if hasattr(file, "forward") else 1] == eval(told, names)
 
 
 def changed(module, folder, old, new):
@@ -224,6 +257,17 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung):
 
 
 @every_kernel
+def test_a_single_key_gets_all_of_the_gradient_where_four_roundings_add_up(rung):
+    """With 2^-23 or 2^-24 in the place of the 2^-22 that `in_base_2` takes off, P is less than 1 for these queries."""
+    q, k, scale, lse = scores_whose_roundings_add_up(32, torch.float16)
+    q, k, lse = (x.to(engine.device) for x in (q, k, lse))
+    v = random(1, 1, 1, 32, dtype=torch.float16).detach()
+    stage, options = (flash, {}) if rung == "flash" else (step03, {"rung": rung})
+    dq, dk, dv = stage.backward(torch.ones_like(q), q, k, v, v.expand_as(q), lse, scale=scale, **options)
+    torch.testing.assert_close(dv, torch.full_like(v, 40))
+
+
+@every_kernel
 def test_a_second_batch_entry_or_head_that_is_not_aligned(rung):
     """Each begins at an odd number of elements after the first, where a descriptor cannot point.
 
@@ -300,7 +344,7 @@ def test_a_hopper_gpu_picks_a_rung_that_has_the_tile():
     for direction in (0, 1):
         for tile in supports["tiles"]:
             kernel, own = pick(kernels, supports, None, direction, q, tile=list(tile))
-            assert kernel is kernels["tma"][direction] and check_tile(own, list(tile)) == tile
+            assert kernel is kernels["tma"][direction] and check_tile(own, list(tile), 64) == tile
         for tile in ((128, 64), (7, 7), 5):
             assert pick(kernels, supports, None, direction, q, tile=tile)[0] is kernels["gluon"][direction]
     slow = {"gluon": rungs.LIMITS["gluon"] | {"best": lambda q, direction: False}, "tma": {"tiles": ((128, 64),)}}

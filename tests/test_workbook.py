@@ -48,6 +48,7 @@ from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
 from steps.workbook.failure import account
 from steps.workbook.mine import Mine
+from support import formulas
 
 ROOT = Path(__file__).parents[1]
 TASKS = exercises.load()
@@ -432,6 +433,153 @@ def test_the_last_step_holds_what_verify_asks(my):
     assert done.exit_code == 0 and "properties hold" in done.output, done.output
 
 
+# The formulas in hints, each computed where its names have numbers that fit to each other.
+
+
+NUMBERS = torch.Generator().manual_seed(0)
+
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=NUMBERS, dtype=torch.float64)
+
+
+def of_a_softmax():
+    S, V = numbers(5, 7), numbers(7, 3)
+    l = (S - S.amax(1, keepdim=True)).exp().sum(1, keepdim=True)
+    here = {"S": S, "V": V, "m": S.amax(1, keepdim=True), "l": l, "E": (S - S.amax(1, keepdim=True)).exp()}
+    here |= {"P": S.softmax(1), "lse": S.logsumexp(1, keepdim=True), "out": S.softmax(1) @ V, "O": l * S.softmax(1) @ V}
+    return here, here
+
+
+def of_an_update(S, V, factor=1.0):
+    """m, l and O before, and after these scores; factor S is what exp, or 2^, is taken of, as if it were S."""
+    m, l, O = numbers(5, 1), numbers(5, 1).exp(), numbers(5, 3)
+    base = math.e if factor == 1.0 else 2.0
+    m_new = torch.maximum(m, S.amax(1, keepdim=True))
+    alpha, P = base ** (factor * (m - m_new)), base ** (factor * (S - m_new))
+    m_block = S.amax(1, keepdim=True)
+    here = {"m": m, "l": l, "O": O, "S": S, "V": V, "s": S, "v": V, "max_S": m_block, "m_new": m_new, "unit": m_new}
+    here |= {"alpha": alpha, "P": P, "p": P, "factor": factor, "shift": factor * m_new}
+    l_new, O_new = alpha * l + P.sum(1, keepdim=True), alpha * O + P @ V
+    after = here | {"l": l_new, "O": O_new, "m": m_new, "S": P, "out": O / l}
+    return here, after | {"return_1": m_new, "return_2": l_new, "return_3": O_new}
+
+
+def of_an_update_in_steps():
+    """l and O are first rescaled, and then each key is added to them."""
+    here, after = of_an_update(numbers(5, 7), numbers(7, 3))
+    alpha = here["alpha"]
+    return here, after | {"l": alpha * here["l"], "O": alpha * here["O"], "l+": here["P"]}
+
+
+def of_an_update_with_O_divided():
+    here, after = of_an_update(numbers(5, 7), numbers(7, 3))
+    m, l, m_new, m_block = (here[name] for name in ("m", "l", "m_new", "max_S"))
+    P = (here["S"] - m_block).exp()
+    here |= {"m_block": m_block, "beta": (m_block - m_new).exp(), "l_block": P.sum(1, keepdim=True), "P": P}
+    O = (l * (m - m_new).exp() * here["O"] + (here["S"] - m_new).exp() @ here["V"]) / after["l"]
+    here |= {"l_new": after["l"], "old": (m - m_new).exp() * l / after["l"], "new": here["beta"] / after["l"]}
+    return here, here | {"O": O, "l": after["l"], "m": m_new, "S": P}
+
+
+def of_gradients(scaled=True, mask=False):
+    """S is scaled, or it is not. With a mask M, S has it in it or, unscaled, has not."""
+    Q, K, V, dO, scale = numbers(5, 3), numbers(7, 3), numbers(7, 3), numbers(5, 3), 0.3
+    M = numbers(5, 7) if mask else torch.zeros(5, 7, dtype=torch.float64)
+    whole = scale * Q @ K.mT + M
+    P, lse = whole.softmax(1), whole.logsumexp(1, keepdim=True)
+    dP, delta = dO @ V.mT, (dO * (P @ V)).sum(1, keepdim=True)
+    dS = P * (dP - delta)
+    here = {"Q": Q, "K": K, "V": V, "v": V, "dO": dO, "O": P @ V, "M": M, "scale": scale, "P": P, "lse": lse, "dP": dP}
+    here |= {"delta": delta, "dS": dS, "dQ+": scale * dS @ K, "dM+": dS, "S": whole if scaled else Q @ K.mT}
+    here |= {"scale_log2": scale / math.log(2), "lse_2": lse / math.log(2)}
+    return here, here | {"out": P @ V, "return_1": P, "return_2": dS}
+
+
+def of_a_softmax_that_is_divided_at_the_end():
+    here, after = of_gradients()
+    P = (here["S"] - here["S"].amax(1, keepdim=True)).exp()
+    return here | {"P": P}, after | {"P": P}
+
+
+def of_a_merge():
+    lse, lse_block, out, out_block = numbers(5, 1), numbers(5, 1), numbers(5, 3), numbers(5, 3)
+    total = lse.exp() + lse_block.exp()
+    whole = (lse.exp() * out + lse_block.exp() * out_block) / total
+    here = {"lse": lse, "lse_block": lse_block, "out": out, "out_block": out_block}
+    here |= {"lse_new": total.log(), "w": lse_block.exp() / total, "out_new": whole}
+    return here, here | {"out": whole, "lse": total.log()}
+
+
+def of_a_merge_of_parts():
+    lse_s, out_s = numbers(5, 7), numbers(5, 7)  # of one column of out
+    m, lse = lse_s.amax(1, keepdim=True), lse_s.logsumexp(1, keepdim=True)
+    here = {"lse_s": lse_s, "out_s": out_s, "m": m, "unit": m, "e_s": (lse_s - m).exp(), "w_s": lse_s.softmax(1)}
+    here |= {"w": (lse_s - m).exp(), "l": (lse_s - m).exp().sum(1, keepdim=True), "lse": lse}
+    out = (lse_s.softmax(1) * out_s).sum(1, keepdim=True)
+    return here, here | {"out": out, "return_1": out, "return_2": lse}
+
+
+def of_stages():
+    n, stages = torch.arange(12.0), 3
+    parity = torch.tensor([0.0, 1.0, 0.0, 1.0]).repeat_interleave(3)
+    here = {"n": n, "stages": stages, "stage": torch.arange(3.0).repeat(4), "parity": parity}
+    return here, here | {"return_1": here["stage"], "return_2": parity, "return_3": 1 - parity}
+
+
+def of_positions():
+    """Four queries more than keys, so that the last query sees the last key."""
+    i = torch.arange(0.0, 20, 5)
+    here = {"i": i, "Nk": 16, "Nq": 20, "Br": 5, "first": i - 4}
+    return here, {"shift": -4, "p": i - 4, "first": i - 4, "last": i}
+
+
+def of_registers():
+    """Where lane t of a warp has number e of its i-th four numbers: a row t // 4, or 8 more, two columns in each 8."""
+    warp, i, lane, e = torch.cartesian_prod(*map(torch.arange, (8, 8, 32, 4))).double().unbind(1)
+    row = 16 * warp + 8 * (e >= 2) + (lane / 4).floor()
+    here = {"row": row, "column": 8 * i + 2 * (lane % 4) + e % 2, "warp": warp, "i": i, "lane": lane, "e": e, "t": lane}
+    return here, here | {"return_1": torch.arange(8.0 * 8 * 32 * 4)}
+
+
+ONE_KEY, A_TILE = (numbers(5, 1), numbers(1, 3)), (numbers(5, 7), numbers(7, 3))
+FORMULAS = {  # id: (the numbers of the names, the names of formulas in hint 2, and in hint 3)
+    "00.1": (of_a_softmax(), "P m l lse", "m E l P lse"),
+    "00.2": (of_an_update(*ONE_KEY), "alpha l O", "m_new unit alpha p return_1 return_2 return_3"),
+    "00.3": (of_positions(), "shift", ""),
+    "00.4": (of_gradients(), "P dP dS", "S P dP return_1 return_2"),
+    "01.1": (of_an_update_with_O_divided(), "m_new l_new alpha beta O old new",
+             "m_block S m_new alpha beta l_new old new l m"),
+    "01.2": (of_an_update(*A_TILE), "m_new alpha P l", "m_new alpha S l m"),
+    "01.3": (of_gradients(), "dP dS delta", "dS"),
+    "02.1": (of_an_update(*A_TILE), "m_new alpha l O", "m_new alpha P m"),
+    "02.1 pseudo-code": (of_an_update_in_steps(), "", "m_new alpha l O P l+ m"),
+    "02.2": (of_gradients(), "dQ+", ""),
+    "02.3": (of_gradients(), "delta", ""),
+    "02.8": (of_stages(), "", "stage parity return_1 return_2 return_3"),
+    "02.11": (of_registers(), "t i", "warp lane i e return_1"),
+    "03.2": (of_gradients(scaled=False), "P dS scale_log2 lse_2", "P return_1 return_2"),
+    "03.3": (of_an_update(*A_TILE, factor=0.4), "P alpha l O", "m_new unit alpha P O return_1 return_2"),
+    "03.4": (of_positions(), "p", "first last"),
+    "03.6": (of_gradients(mask=True), "S dS P", ""),
+    "03.6 pseudo-code": (of_gradients(scaled=False, mask=True), "", "P dM+"),
+    "03.7": (of_a_merge_of_parts(), "lse out w_s m e_s", "m unit w l return_1 return_2"),
+    "04.1": (of_a_merge(), "lse_new out_new w", "lse_new w out lse"),
+    "03.capstone.1": (of_a_softmax_that_is_divided_at_the_end(), "out P", "S P"),
+    "03.capstone.2": (of_an_update(*A_TILE), "m_new alpha P l O out", "m_new alpha P l O m"),
+    "03.capstone.4": (of_a_softmax(), "lse", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("id", FORMULAS)
+def test_the_formulas_in_hints_hold(id):
+    """Each that can be read, and those that are expected have been read."""
+    world, *names = FORMULAS[id]
+    for text, expected in zip(TASKS[id.split()[0]].hints[1:], names, strict=True):
+        found = formulas.compared(text, *world)
+        assert {name: found.get(name) for name in expected.split()} == dict.fromkeys(expected.split(), True), text
+
+
 # What a report tells, in the reader's own lines.
 
 RETURN = "return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j"
@@ -761,6 +909,67 @@ def test_a_class_is_graded(my, tmp_path):
     assert [path.name for path in my.iterdir()] == ["00_1_softmax.py"]
     assert {str(path.relative_to(ann)) for path in (tmp_path / "class").rglob("*.py")} == {*handed_in}
     assert not list(tmp_path.rglob("written.txt")) and not Path("written.txt").exists()
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="good" />
+<testcase name="skipped"><skipped message="needs a GPU">tests/conftest.py:1</skipped></testcase>
+<testcase name="wrong"><failure message="assert not {}">at a line</failure></testcase>
+<testcase name="broken"><error message="failed on setup">at a line</error></testcase>
+<testcase name="both"><failure message="a">a</failure><error message="failed on teardown">b</error></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize("how", [None, "stopped after 2 s"])
+def test_what_a_report_of_the_contract_counts_as_failed(how, tmp_path, monkeypatch):
+    """A failure and an error, and never what was skipped."""
+    written = [REPORT, None]
+
+    def run(folder, files, command, limit):
+        if text := written.pop(0):
+            (Path(folder) / "report.xml").write_text(text)
+        return "", how
+
+    monkeypatch.setattr(grading, "_run", run)
+    counted = {"passed": 1, "failed": ["wrong", "broken", "both"], "ended": how}
+    assert grading._contract(tmp_path, "an answer", EXERCISES["00.2"], 2) == counted
+    lost = {"passed": 0, "failed": [], "ended": how or "pytest ended without a report"}
+    assert grading._contract(tmp_path, "an answer", EXERCISES["00.2"], 2) == lost
+
+
+def row_of_grade(verdict, failed=None, ended=None):
+    """A row as grading.grade returns it; failed: the names of the contract's tests that fail, if it was run."""
+    contract = None if failed is None else {"passed": 190, "failed": failed, "ended": ended}
+    return {"verdict": verdict, "lines": [], "contract": contract}
+
+
+CELLS = {  # {student: (the row of 00.2, its cell in the table, the line below the table)}
+    "blank": (row_of_grade("blank"), "-", None),
+    "wrong": (row_of_grade("wrong"), "WRONG", None),
+    "error": (row_of_grade("error"), "ERROR", None),
+    "hunts have no contract": (row_of_grade("passed"), "passed", None),
+    "all": (row_of_grade("passed", []), "passed 190/190", None),
+    "three": (row_of_grade("passed", ["a", "b", "c"]), "passed 190/193", "three, 00.2: fails a, b, c"),
+    "four": (row_of_grade("passed", ["a", "b", "c", "d"]), "passed 190/194", "four, 00.2: fails a, b, c, ..."),
+    "stopped": (row_of_grade("passed", ["a"], "stopped after 2 s"), "passed; contract stopped after 2 s",
+                "stopped, 00.2: fails a"),
+}  # fmt: skip
+
+
+def test_each_form_of_a_cell_of_a_class_s_table(tmp_path, monkeypatch):
+    for name in CELLS:
+        (tmp_path / name).mkdir()
+    rows = {task.id: row_of_grade("blank") for task in exercises.of_stage("00")}
+    monkeypatch.setattr(grading, "grade", lambda student, tasks, limit: rows | {"00.2": CELLS[student.name][0]})
+    done = CliRunner().invoke(__main__.app, ["grade", str(tmp_path), "--stage", "00"], env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    lines = [line.strip() for line in done.output.splitlines()]
+    head = next(n for n, line in enumerate(lines) if line.startswith("student"))
+    assert lines[head].split() == ["student", "00.2"], "what everybody left blank has no column"
+    shown = dict(re.split(" {2,}", line) for line in lines[head + 2 : head + 2 + len(CELLS)])
+    assert shown == {name: cell for name, (_, cell, _) in CELLS.items()}
+    told = [line for line in lines if ": fails" in line]
+    assert told == [line for name in sorted(CELLS) if (line := CELLS[name][2])]
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
-// with grid B * parts * ceil(Nk / Bc), block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 24
+// with grid B * parts * ceil(Nk / Bc), block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 128
 // bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
 // Bottleneck: shared memory. S^T, dP^T and dQ_i read both operands from it (rung 3). And the tensor cores

@@ -47,19 +47,19 @@ def get(parts: tuple, suffix: str, make) -> Path:
     """The file for `parts`. If there is none yet, or only a damaged one, make(path) writes it.
 
     It is written in a folder of its own and then moved, so that no other process sees an incomplete file. Its name
-    ends with a checksum of its bytes, which shows whether it has been damaged since. Raises RuntimeError if the disk is
-    full, or if the folder can no longer be written to.
+    ends with a checksum of its bytes, which shows whether it has been damaged since. If another process has made the
+    same meanwhile, that file is taken: a compiler's output need not be equal to the bit. Raises RuntimeError if the
+    disk is full, or if the folder can no longer be written to.
     """
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     try:
-        for path in folder().glob(f"{key}-*{suffix}"):
-            if path.name == f"{key}-{_checksum(path)}{suffix}":
-                return path
-            path.unlink(missing_ok=True)
+        if found := _find(key, suffix):
+            return found
         with tempfile.TemporaryDirectory(dir=folder()) as aside:
             made = Path(aside) / (key + suffix)
             make(made)
-            return made.replace(folder() / f"{key}-{_checksum(made)}{suffix}")
+            name = f"{key}-{_checksum(made)}{suffix}"
+            return _find(key, suffix) or made.replace(folder() / name)
     except (OSError, RuntimeError) as problem:
         # This is in the message of Python as well as in that of a compiler.
         if any(os.strerror(number) in str(problem) for number in (errno.ENOSPC, errno.EDQUOT)):
@@ -71,6 +71,15 @@ def get(parts: tuple, suffix: str, make) -> Path:
                 f"The cache of compiled kernels cannot be written to ({problem}): move it by XDG_CACHE_HOME."
             ) from None
         raise
+
+
+def _find(key, suffix):
+    """The whole file of this key, or None. Damaged ones are deleted."""
+    for path in folder().glob(f"{key}-*{suffix}"):
+        if path.name == f"{key}-{_checksum(path)}{suffix}":
+            return path
+        path.unlink(missing_ok=True)
+    return None
 
 
 def _checksum(path):

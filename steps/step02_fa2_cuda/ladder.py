@@ -8,7 +8,7 @@ the rows, too. Needs torch, and dealing.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -364,7 +364,15 @@ def _limits(row, capability, memory):
         "dtypes": dtypes,
         "head_dims": head_dims,
         "tiles": row.emulated_choices if capability is None else row.choices,
+        "tile_fits": partial(_tile_fits, row, memory),
     }
+
+
+def _tile_fits(row, memory, D, tile):
+    """Whether shared memory holds the tile, both in the forward and in a backward that uses the forward's tile."""
+    backwards = [BACKWARD[word] for word in row.backwards]
+    rows = [row, *(b for b in backwards if b.tile_of_forward and D in b.head_dims)]
+    return memory is None or all(row.shared_bytes(D, *tile) <= memory for row in rows)
 
 
 def _has_backward(row, dtypes, D, memory):

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import io
 import json
+import os
 import re
 import threading
 from dataclasses import asdict, dataclass
@@ -88,6 +89,7 @@ def _compile(source, name, macros, arch, version):
 
 
 _importing = threading.Lock()
+os.register_at_fork(after_in_child=_importing._at_fork_reinit)  # A forked process has no thread that would release it.
 
 
 def _cuda_core(*names):

@@ -7,7 +7,7 @@ import torch
 
 from steps import engine
 
-from . import interpreter, options, rungs
+from . import interpreter, options, replay, rungs
 from .dropout import dropout_mask, set_deterministic  # noqa: F401  They are public.
 from .models import register_with_transformers, use_in_sdpa  # noqa: F401
 from .public import functions
@@ -15,6 +15,7 @@ from .sdpa import sdpa_of
 
 if engine.name == "cpu":
     interpreter.prepare()
+engine.free_after_fork(replay.ONE_AT_A_TIME)  # here, because replay.py imports nothing of steps
 GPU = torch.cuda.get_device_capability() if engine.name == "cuda" else None
 RUNGS, (DTYPES, HEAD_DIMS) = rungs.available(GPU), options.taken(GPU)
 SUPPORTS = {

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from reference import cases, error, mutants
-from steps import checks, engine
+from steps import catalogue, checks, engine
 from steps.workbook import exercises, one_rung
 from support import kept_calls
 from support.operands import DENSE, PLACES
@@ -168,6 +168,24 @@ class Contract:
         want = error.expected(q, k, v, torch.ones_like(q))
         assert not error.failures(got, want) and (got["dv"] == 1).all()
 
+    @pytest.mark.parametrize("sizes", [(0, 2, 3, 3), (1, 0, 3, 3), (1, 2, 0, 3), (1, 2, 3, 0)], ids=str)
+    def test_results_of_no_number_have_their_shapes_and_dtypes(self, every_rung, sizes):
+        """No batch entry, no head, no query or no key, in each dtype. There the functions return early."""
+        own = one_rung.supports_of(self.stage, every_rung)
+        B, H, Nq, Nk = sizes
+        if Nq != Nk and not own["nq_ne_nk"]:
+            pytest.skip("the stage takes Nq = Nk only")
+        for dtype in own["dtypes"]:
+            q = torch.ones(B, H, Nq, own["head_dims"][0], dtype=dtype, device=engine.device, requires_grad=True)
+            k = q.new_ones(B, H, Nk, q.shape[3])
+            out, lse = self.stage.forward(q, k, k, rung=every_rung)
+            of_attention = self.stage.attention(q, k, k, rung=every_rung)
+            grads = self.stage.backward(q, q, k, k, out, lse, rung=every_rung)
+            for got, like in zip((out, of_attention, *grads), (q, q, q, k, k), strict=True):
+                assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, like.shape, True) and not got.any()
+            assert lse.dtype == checks.lse_dtype(q) and lse.shape == q.shape[:3] and (lse == -math.inf).all()
+            assert of_attention.requires_grad and not out.requires_grad
+
     def test_forward_is_bit_equal_from_run_to_run(self, every_rung):
         """Also after a call on other tensors, of which nothing may be left."""
         q, k, v = (x[:1] for x in self.example(rung=every_rung))
@@ -240,6 +258,51 @@ class Contract:
         if not hasattr(self.stage, "RUNGS"):
             pytest.skip("the stage's functions are its kernels")
         return self.stage.RUNGS[rung]
+
+    @contextlib.contextmanager
+    def without_launches(self, monkeypatch):
+        """Inside, the kernels do all but the launch. Nothing of that is kept."""
+        yield
+
+    def test_a_rung_takes_what_supports_says_of_it(self, every_rung, monkeypatch):
+        """Each of its dtypes and tiles at the least, the most and an odd head_dim. Others are refused, and it is said
+        what the rung takes.
+        """
+        forward, backward = self.kernels(every_rung)
+        own = one_rung.supports_of(self.stage, every_rung)
+        head_dims, dtypes = own["head_dims"], own["dtypes"]
+        odd = next((D for D in reversed(head_dims) if D % 2), head_dims[-1])
+        tiled = one_rung.has_tiles(self.stage, every_rung)
+        with self.without_launches(monkeypatch):
+            for D, dtype in itertools.product({head_dims[0], odd, head_dims[-1]}, dtypes):
+                q = torch.zeros(1, 1, 3, D, dtype=dtype, device=engine.device)
+                for tile in (None, *(checks.tiles_of(own, D) if tiled else ())):
+                    scale, options = checks.check_call(own, forward, (("q", q), ("k", q), ("v", q)), False, None, tile)
+                    saved = forward(q, q, q, scale=scale, **options)
+                    assert len(backward(q, q, q, q, *saved, scale=scale, **options)) == 3
+        gaps = set(range(1, head_dims[-1] + 2)) - set(head_dims)  # and the head_dim behind the last one
+        for D in {0, min(gaps), max(gaps), 257, 1025} - set(head_dims):
+            self.refused(every_rung, D, dtypes[0], None, f"takes head_dim {checks.span(head_dims)}; got {D}.")
+        for dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16} - set(dtypes):
+            words = f"takes {', '.join(map(checks.short, dtypes))}; got {checks.short(dtype)}."
+            self.refused(every_rung, head_dims[0], dtype, None, words)
+        for D in (head_dims[0], odd, head_dims[-1]) if tiled else ():
+            tiles = checks.tiles_of(own, D)
+            for tile in {(7, 11), *own["tiles"], *self.stage.SUPPORTS["tiles"]} - set(tiles):
+                self.refused(every_rung, D, dtypes[0], tile, f"{', '.join(map(str, tiles))}", f"; got {tile}.")
+
+    def refused(self, rung, D, dtype, tile, *words):
+        """The call is refused in these words, and what they advise works."""
+        q = torch.zeros(1, 1, 3, D, dtype=dtype, device=engine.device)
+        with pytest.raises((TypeError, ValueError), match=".*".join(map(re.escape, words))) as raised:
+            self.stage.forward(q, q, q, rung=rung, tile=tile)
+        if "Name no rung, or " in (message := str(raised.value)):
+            for other in message.rpartition(", or ")[2].removesuffix(".").split(" or "):
+                assert other in self.stage.SUPPORTS["rungs"], message
+                assert checks.takes(one_rung.supports_of(self.stage, other), q), message
+        other = re.search(r"\bsteps\.step(\d\d)_\w+ takes it\.", message)
+        if other and not catalogue.unavailable(other[1]):
+            assert checks.takes(catalogue.stage(other[1]).SUPPORTS, q), message
 
     @pytest.mark.parametrize("on", [False, True])
     def test_a_call_leaves_the_switches_as_they_are(self, on, monkeypatch):
@@ -323,6 +386,40 @@ class Contract:
             with pytest.raises(exception):
                 self.stage.backward(q, q, k, v, *saved, **options)
 
+    def test_each_end_of_the_range_of_a_scale(self):
+        """Both are taken, and the number beyond each is not."""
+        q, k, v = (0 * x[:1, :1, :3] for x in self.example(N=5))
+        for end, towards in (checks.FLOAT32.tiny, 0), (checks.FLOAT32.max * math.log(2), math.inf):
+            self.stage.forward(q, k, v, scale=end)
+            with pytest.raises(ValueError, match="scale must be a finite number > 0 that float32 can hold, times log2"):
+                self.stage.forward(q, k, v, scale=math.nextafter(end, towards))
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+    def test_what_a_refusal_advises_works(self):
+        """What it says to convert with is carried out on what was refused."""
+        q, k, v = (x[:1, :1] for x in self.example(N=5))
+        nested = torch.nested.nested_tensor(list(k), layout=torch.strided)
+        for k_given, advice in (
+            (k.double() if k.dtype == torch.float32 else k.float(), r"Convert k with (k\.to\(q\))\.$"),
+            (k.to_sparse(), r"Convert it with (k\.to_dense\(\))\.$"),
+            (nested, r"Convert it with (\.to_padded_tensor\(0\.0\))\.$"),
+        ):
+            with pytest.raises(TypeError, match=advice) as raised:
+                self.stage.forward(q, k_given, v)
+            words = re.search(advice, str(raised.value))[1]
+            converted = eval(f"k{words}" if words[0] == "." else words, {"k": k_given, "q": q})
+            self.stage.forward(q, converted, v)
+        with pytest.raises(TypeError, match=r"Convert with \.to\((torch\.float\w+)\)") as raised:
+            self.stage.forward(q.int(), k.int(), v.int())
+        dtype = eval(re.search(r"\.to\((torch\.\w+)\)", str(raised.value))[1], {"torch": torch})
+        self.stage.forward(*(x.int().to(dtype) for x in (q, k, v)))
+        if not self.stage.SUPPORTS["gqa"]:
+            q = q.repeat(1, 2, 1, 1)
+            with pytest.raises(NotImplementedError) as raised:
+                self.stage.forward(q, k, v)
+            words = re.search(r"repeat k and v with (\.repeat_interleave\(.*\))\.$", str(raised.value))[1]
+            self.stage.forward(q, *(eval(f"x{words}", {"x": x, "H": 2, "Hk": 1}) for x in (k, v)))
+
     @pytest.mark.parametrize("right, wrong", [(True, 1), (False, 0), (1.0, True)], ids=str)
     def test_a_call_that_is_kept_skips_no_check(self, right, wrong):
         """The two are equal, and so they would be the same key."""
@@ -346,8 +443,9 @@ class Contract:
         tensors = (q, q, k, v, q, q[..., 0].float()) if name == "backward" else (q, k, v)
         own = inspect.signature(function).parameters.keys() - COMMON
         assert all(checks.STAGE_WITH.get(option) == stage for option in own), own
-        mask = "here it is mask=" if "mask" in own else "steps.step03_triton has it as mask."
-        refused = {"is_causal": "here it is causal=", "attn_mask": mask, "softmax_scale": "here it is scale="}
+        mask = "here it is mask=." if "mask" in own else "steps.step03_triton has it as mask."
+        refused = {"is_causal": "here it is causal=, aligned at the bottom right.", "attn_mask": mask,
+                   "softmax_scale": "here it is scale=."}  # fmt: skip
         for option, has in checks.STAGE_WITH.items():
             if has != stage:
                 refused[option] = f"steps.{has} has it."
@@ -357,7 +455,7 @@ class Contract:
         for option, words in refused.items():
             with pytest.raises((TypeError, NotImplementedError)) as raised:
                 function(*tensors, **{option: None})
-            assert str(raised.value).startswith(f"{stage}.{name} has no {option}; {words}")
+            assert str(raised.value) == f"{stage}.{name} has no {option}; {words}"
             assert (raised.type is NotImplementedError) == ("steps." in words)
         with pytest.raises(TypeError, match=f"^{stage}.{name} got an unexpected keyword argument 'casual'"):
             function(*tensors, casual=True)
@@ -573,6 +671,8 @@ BAD_INPUT = {
     "rank 1": (lambda q, k, v, s: (q[0, 0, 0], k, v), ValueError, ("q", "(N, D)", "(32,)")),
     "rank 5": (lambda q, k, v, s: (q[None], k[None], v[None]), ValueError, ("q", "(B, H, N, D)")),
     "ranks differ": (lambda q, k, v, s: (q, k[0], v[0]), ValueError, ("number of dimensions",)),
+    "k's rank differs": (lambda q, k, v, s: (q, k[0], v), ValueError, ("number of dimensions",)),
+    "v's rank differs": (lambda q, k, v, s: (q, k, v[0]), ValueError, ("number of dimensions",)),
     "k and v differ": (lambda q, k, v, s: (q, k, v[:, :, 1:]), ValueError, ("k and v", "18")),
     "batch differs": (lambda q, k, v, s: (q, k[:1], v[:1]), ValueError, ("batch",)),
     "head_dim differs": (lambda q, k, v, s: (q, k[..., 1:], v[..., 1:]), ValueError, ("head_dim", "31")),
