@@ -1,6 +1,7 @@
 """Stage 01: the contract, what the kernels compile to, and what only a GPU can show."""
 
 import contextlib
+import math
 import subprocess
 import sys
 import threading
@@ -140,9 +141,39 @@ def test_the_limits_are_those_of_every_rung():
 
 
 def test_a_tile_that_the_threads_cannot_share_out_raises():
-    x = torch.zeros(1, 1, 4, 32)
-    with pytest.raises(ValueError, match="multiple of"):
+    x, (X, Y) = torch.zeros(1, 1, 4, 32), fwd_2_registers.threads(32)
+    columns = math.lcm(X, fwd_2_registers.STEP)
+    with pytest.raises(ValueError, match=f"so the rows must be a multiple of {Y} and the columns of {columns}."):
         fwd_2_registers.forward(x, x, x, tile=(7, 8))
+
+
+def test_a_block_s_shared_memory_may_be_full_and_no_fuller():
+    fwd_0_published.check_shared("a tile", Q=(96, 128))
+    with pytest.raises(ValueError, match=r"Q 96 x 128 \+ l 1 = 12,289 float32 = 49,156 bytes of .* a block has 49,152\."):
+        fwd_0_published.check_shared("a tile", Q=(96, 128), l=(1,))
+
+
+@pytest.mark.parametrize("rung", step01.RUNGS)
+def test_the_tiles_that_nobody_names_fit_on_a_gpu(rung, monkeypatch):
+    """Into a block's shared memory and a thread's registers, at every head_dim. Kernels are made, and not run."""
+    for module in (fwd_0_published, fwd_1_loops_swapped, bwd_0_published, fwd_2_registers, bwd_2_registers):
+        monkeypatch.setattr(module, "SIMULATED", False, raising=False)
+    for make in limits.KERNELS[rung]:
+        default_tile = sys.modules[make.__module__].default_tile
+        for D in (1, 64, 65, 96, 97, 128):
+            make.__wrapped__(*default_tile(D), D)  # not through the cache, where the simulator's kernels are
+
+
+@pytest.mark.parametrize("rung", step01.RUNGS)
+def test_tiles_that_are_longer_one_way(rung):
+    """Forward and backward, with several ragged tiles each way."""
+    q, dout, k, v = (torch.randn(1, 1, N, 16, device=engine.device) for N in (21, 21, 19, 19))
+    want = error.expected(q, k, v, dout, causal=True)
+    for tile in ((8, 16), (16, 8)) if engine.name == "cpu" else ((16, 32), (32, 16)):
+        how = {"rung": rung, "tile": tile, "causal": True}
+        saved = step01.forward(q, k, v, **how)
+        got = *saved, *step01.backward(dout, q, k, v, *saved, **how)
+        assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want), tile
 
 
 def test_too_many_numbers_for_the_registers_raise_with_the_sum():
