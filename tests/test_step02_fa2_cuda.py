@@ -527,12 +527,13 @@ def test_a_tile_ends_with_the_next_keys_and_queries_there(D, N, persistent):
 
 
 @needs_compiler
-def test_the_last_section_of_rung_fa2_may_have_fewer_heads(tmp_path):
-    """Three heads in sections of two, which otherwise takes 100,000 keys."""
+@pytest.mark.parametrize("fit", [2, 0])
+def test_sections_of_rung_fa2_may_have_fewer_heads(fit, tmp_path):
+    """Three heads in sections of two, which otherwise takes 100,000 keys, or of one, of which a part fits."""
     row = ladder.FORWARD["fa2"]
     text, numbers = (works.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
     assert text.count(numbers) == 1
-    (tmp_path / row.file).write_text(text.replace(numbers, "2"))
+    (tmp_path / row.file).write_text(text.replace(numbers, str(fit)))
     q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
     got = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True)
     assert is_right(got, q, k, v, dout, causal=True)
