@@ -527,6 +527,14 @@ def test_a_tile_ends_with_the_next_keys_and_queries_there(D, N, persistent):
 
 
 @needs_compiler
+def test_the_backward_where_head_dim_is_no_power_of_two():
+    """At head_dim 96 of the 16 lanes that share a row in attention_delta four have no part of it."""
+    q, k, v, dout = random_inputs(1, 2, 1, 70, 40, 96, torch.bfloat16)
+    out, lse = calls.forward(q, k, v, rung="fa2")
+    assert is_right(calls.backward(dout, q, k, v, out, lse, rung="fa2"), q, k, v, dout)
+
+
+@needs_compiler
 @pytest.mark.parametrize("fit", [2, 0])
 def test_sections_of_rung_fa2_may_have_fewer_heads(fit, tmp_path):
     """Three heads in sections of two, which otherwise takes 100,000 keys, or of one, of which a part fits."""
