@@ -149,7 +149,8 @@ def test_a_tile_that_the_threads_cannot_share_out_raises():
 
 def test_a_block_s_shared_memory_may_be_full_and_no_fuller():
     fwd_0_published.check_shared("a tile", Q=(96, 128))
-    with pytest.raises(ValueError, match=r"Q 96 x 128 \+ l 1 = 12,289 float32 = 49,156 bytes of .* a block has 49,152\."):
+    words = r"Q 96 x 128 \+ l 1 = 12,289 float32 = 49,156 bytes of .* a block has 49,152\."
+    with pytest.raises(ValueError, match=words):
         fwd_0_published.check_shared("a tile", Q=(96, 128), l=(1,))
 
 

@@ -1055,3 +1055,22 @@ def test_a_traced_call_is_known_in_the_same_way_as_in_the_other_stages():
     """checked.py is copied out without contract.py."""
     ours, theirs = (module.is_traced.__code__ for module in (checked, contract))
     assert (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # of X scale / softcap, of which tanh is 1
+@pytest.mark.parametrize("unit", ["scale", "softcap"])
+def test_what_the_kernels_divide_by_is_not_too_small(unit):
+    """Slopes and an earlier lse are counted in units of the scale or the softcap. The least that is taken is right."""
+    q, least = torch.ones(1, 1, 3, 16, device=engine.device), options.LEAST_UNIT
+    slopes, earlier = torch.tensor([8.0], device=q.device), torch.full((1, 1, 3), 10.0, device=q.device)
+    first = torch.zeros_like(q)
+    for given, name in (({"alibi_slopes": slopes}, "alibi_slopes"), ({"out": first, "lse": earlier}, "out and lse of")):
+        with pytest.raises(ValueError, match=f"with {name}.* {unit} must be at least 2.-64 = 5.4e-20.* q\\."):
+            step03.forward(q, q, q, **given, **{unit: least / 2})
+        mask = torch.zeros(3, 3, device=q.device)
+        step03.forward(q, q, q, mask=mask, **given, **{unit: least / 2})  # in natural units
+    out, lse = step03.forward(q, q, q, alibi_slopes=slopes, **{unit: least})
+    S = -8.0 * (torch.arange(3.0)[:, None] - torch.arange(3.0)).abs()
+    torch.testing.assert_close(lse[0, 0].cpu(), S.logsumexp(-1))
+    step03.forward(q, q, q, out=first.zero_(), lse=earlier.fill_(10.0), **{unit: least})
+    torch.testing.assert_close(earlier, torch.full_like(earlier, math.log(3 + math.exp(10))))

@@ -209,6 +209,8 @@ def read(q, k, v, given):
         own["scale"] = options.read_scale(own["scale"], f["softcap"])
     if own["tile"] is not None:
         own["tile"] = options.read_tile(own["tile"])
+    if f["alibi_slopes"] is not None and f["lengths_k"] is None:  # decode.py adds them in natural units.
+        options.check_unit(own | f, "alibi_slopes")
     return own | f
 
 
@@ -217,6 +219,8 @@ def read_forward(q, k, v, out, lse, given):
     f = read(q, k, v, given)
     if not torch.compiler.is_compiling():
         options.check_carried(q, out, lse)
+    if out is not None:
+        options.check_unit(f, "out and lse of earlier calls")
     if out is not None and f["lengths_k"] is not None:
         raise ValueError("lengths_k has no out and lse to carry; leave them out.")
     return f

@@ -30,6 +30,7 @@ METHOD = {  # {dtype: the tensor's method that converts to it}
     torch.float32: "float", torch.float64: "double",
 }  # fmt: skip
 FLOAT32 = torch.finfo(torch.float32)
+LEAST_UNIT = 2.0**-64
 FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit into the kernels' 32 bits.
 
 INTEGERS = {  # {an option: its least value, the end of its range, what else it may be}
@@ -112,6 +113,20 @@ def read_factor(name, x, otherwise):
     if not FLOAT32.tiny <= x <= FLOAT32.max * math.log(2):
         raise ValueError(f"{name} must be {expected}; got {x}. Leave it out for {otherwise}.")
     return x
+
+
+def check_unit(f, name):
+    """Raises ValueError where the kernels divide what is called `name` by so small a number that it may be infinite.
+
+    They count scores in units of the scale, or of the softcap; only beside an additive mask are these natural units.
+    """
+    unit = "scale" if f["softcap"] is None else "softcap"
+    added = f["mask"] is not None and f["mask"].dtype != torch.bool
+    if not added and f[unit] is not None and f[unit] < LEAST_UNIT:
+        raise ValueError(
+            f"with {name} {unit} must be at least 2^-64 = {LEAST_UNIT:.1e}, because the kernels divide by it; got "
+            f"{f[unit]}. So small a {unit} makes all scores 0: give zeros for q."
+        )
 
 
 def read_scale(scale, softcap):
