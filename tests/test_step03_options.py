@@ -739,9 +739,10 @@ def test_tensors_of_no_element(name, shape):
     torch.testing.assert_close(carried, ((1 - with_sinks).exp()[..., None].expand_as(q), with_sinks))
 
 
+@pytest.mark.parametrize("by", [step03, checked], ids=["stage", "lifted"])
 @pytest.mark.parametrize("dtype", options.FLOATS, ids=str)
 @pytest.mark.parametrize("name", FEATURES)
-def test_results_of_no_number_have_their_dtypes(name, dtype):
+def test_results_of_no_number_have_their_dtypes(name, dtype, by):
     """A mask's gradient and that of the sinks have their own, whatever that of q is."""
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     for keys in (0, Nk):  # no key, then no query
@@ -755,9 +756,9 @@ def test_results_of_no_number_have_their_dtypes(name, dtype):
             given["alibi_slopes"] = Z(1, H)
         if "sinks" in given:
             given["sinks"] = given["sinks"].to(other)
-        out, lse = step03.forward(q, k, k, **given)
+        out, lse = by.forward(q, k, k, **given)
         asked = {"mask_gradient": True} if is_additive(given) else {}
-        grads = step03.backward(q, q, k, k, out, lse, **given, **asked)
+        grads = by.backward(q, q, k, k, out, lse, **given, **asked)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         assert [x.dtype for x in grads] == [dtype] * 3 + [other] * len(learned(given))
 
