@@ -298,7 +298,7 @@ def test_the_launch_counts_the_work_that_the_programs_get(heads, Nq, Nk, Br, mon
 @pytest.mark.parametrize(
     "heads, N, D, order",
     [(256, 1024, 128, (32, 1)), (128, 2048, 128, (16, 1)), (32, 16384, 64, (4, 1)), (20, 5000, 128, (12, 1)),
-     (40, 700, 128, (40, 0))],
+     (40, 700, 128, (40, 0)), (8, 65536, 128, (1, 1))],  # of the last a head alone has more than the cache
 )  # fmt: skip
 def test_the_order_of_a_causal_call(heads, N, D, order):
     assert scheduler.order_of(heads, N, N, 128, 128, D, 132) == order

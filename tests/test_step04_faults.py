@@ -645,3 +645,14 @@ def test_a_link_between_two_hosts_goes_down(hosts):
         [line] = [words for words in printed.splitlines() if re.match(r"(\[rank\d\]: )?\S*RingError: ", words)]
         across = ("rank 2 of 4 stands", "rank 3 of 4 stands") if rank < 2 else ("rank 0 of 4, which keeps the store",)
         assert all(words in line for words in across), (rank, line)
+
+
+@pytest.mark.parametrize("problem", [RuntimeError, TimeoutError])
+def test_what_the_backend_or_the_store_raises_is_explained(problem, monkeypatch):
+    """A store that does not answer raises another error than a backend that has lost its connection."""
+    comm = object.__new__(Comm)
+    comm.note, comm.rank, comm.size = None, 1, 4
+    monkeypatch.setattr(watch, "judge", lambda note: "rank 0 is gone")
+    told = "rank 0 is gone. Rank 1 of 4 failed while comparing arguments: no answer$"
+    with pytest.raises(step04.RingError, match=told), comm.explained("comparing arguments"):
+        raise problem("no answer. More of it")

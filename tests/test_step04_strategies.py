@@ -391,7 +391,10 @@ def test_tensors_and_options_that_do_not_fit_are_refused(strategy):
     refused("scale must be", q, k, v, scale=0)
     for option in {"window", "casual", "cu_seqlens", "replicated", "transport"} - {*strategies.OWN[strategy]}:
         refused(f"{strategy} has no {option}; its options are causal, ", q, k, v, **{option: None})
-    if strategy != "ring":
+    if strategy == "ring":
+        own = dict.fromkeys(strategies.OWN["ring"]) | {"transport": "relay", "deterministic": True}
+        strategies.attention(q, k, v, strategy="ring", S=4, block=PlainBlock, **own)
+    else:
         refused(f"{strategy} takes q .B, H, n, D.", q[0], k[0], v[0])
     if strategy == "star":  # which takes other queries than keys where they are replicated, but no other v
         refused("same shape", q[:, :, :1], k, v[:, :, :3], replicated=True)
