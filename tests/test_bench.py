@@ -267,6 +267,20 @@ def test_the_latest_row_of_a_subject_at_a_setting_wins():
     assert rows.latest([row(run="r1"), *others, row(run="r3")]) == [row(run="r3"), *others]
 
 
+OTHER = {
+    "gpu": "NVIDIA H100", "n_gpus": 2, "pass": "bwd", "dtype": "fp16", "B": 2, "H": 4, "Hk": 1, "N": 256, "Nk": 256,
+    "D": 128, "causal": True, "options": {"window": 64}, "timing": "sustained",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_rows_of_two_settings_stay_apart(name):
+    """Whatever it is that the settings differ in."""
+    assert OTHER.keys() >= set(rows.SETTING)
+    both = [row(), row(**{name: OTHER[name]})]
+    assert rows.latest(both) == both
+
+
 # --- what is stale ------------------------------------------------------------------------------------------
 
 
