@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 import types
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -310,6 +311,25 @@ def test_options_that_would_help_and_what_torch_fails_too_are_told():
     assert [equal["mutants"] for equal in written["equals"]] == [["top_left"]]
     assert "equals what you get when the causal mask is aligned at the top left." in text
     assert text.splitlines()[-1] == "All that it is then asked holds with --top-left --without large-scores"
+
+
+NARROW_FIRST = "large_scores", "empty", "offset", "gqa", "strides", "nq_ne_nk"
+
+
+@pytest.mark.parametrize("name", NARROW_FIRST)
+def test_the_one_option_that_leaves_out_what_fails_is_told(name):
+    """Where what fails is left out by this option, and by none that leaves out less."""
+    claims = anybody.Claims((torch.float32,), (32,))
+
+    def left_out(name):
+        without = replace(claims, **{name: False})
+        asked, fewer = ({case.name for case, _ in x.cases(gpu=False)} for x in (claims, without))
+        return asked - fewer
+
+    narrower = NARROW_FIRST[: NARROW_FIRST.index(name)]
+    failing = left_out(name).difference(*map(left_out, narrower))
+    rows = [{"name": case, "wrong": ["it"], "errors": {}} for case in sorted(failing)]
+    assert rows and verdict.options(rows, claims, []) == ["--without", name.replace("_", "-")]
 
 
 # ---- libraries that `verify --help` names ----------------------------------------------------------------------------
