@@ -355,6 +355,9 @@ def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(monkeypatc
     for ax, name in zip(axes, ("relay", "fetch"), strict=True):
         title, spans = ax.get_title("left"), calls[name]["spans"]
         assert len(ax.patches) == len(spans) and title in words
+        told = [text.get_text() for text in ax.texts]
+        long = [lane == "moves" and end - start > 300 for lane, _, start, end in spans]
+        assert [word == "K, V" for word in told] == long, "a barrier moves nothing"
         # A title is about what is drawn, and not about the mean of all calls.
         assert title.startswith(f"{name}: {max(end for *_, end in spans) / 1e3:.3g} ms, ")
     relay, fetch = (f"{100 * calls[name]['hidden']:.0f} %" for name in ("relay", "fetch"))

@@ -290,5 +290,5 @@ def bar(lane, kernel, start, end):
     """A span as `boxes` wants it, from microseconds; what computes and is no block is pale."""
     block = "attention" in kernel
     colour = COLOURS[5] if lane == "computes" and not block else LANES[lane]
-    word = "block" if block else "K, V" if end - start > 300 else ""
+    word = "block" if block else "K, V" if lane == "moves" and end - start > 300 else ""
     return start / 1e3, list(LANES).index(lane) - 0.35, (end - start) / 1e3, 0.7, colour, word

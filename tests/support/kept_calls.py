@@ -266,12 +266,13 @@ def check(stage, name):
     way = way_of(stage, name)
     usual = way.inputs(), way.options, way.features, {}
     changes = way.changes()
-    # torch's products, which stage 00 is made of, may add in another order at another address.
     # Rungs have the same key. All tensors are changed in the first one, in the ring, and in one backward in parts.
     every = f" {stage.SUPPORTS['rungs'][0]}", " fa2, in parts"
     few = name != "04" and (name in FEATURES or not any(words in name for words in every))
     places = way.places(few)
-    alone = {what: cold(way, *change) for what, change in (changes | places if name[:2] == "00" else changes).items()}
+    # torch's products, which stage 00 is made of, may add in another order at another address.
+    apart = changes | places if name[:2] == "00" else changes
+    alone = {what: cold(way, *change) for what, change in apart.items()}
     expected = cold(way, *usual)
     assert isinstance(expected, list), expected
     forget()
