@@ -399,6 +399,24 @@ def test_a_process_whose_device_is_stuck_ends_with_the_verdict(tmp_path):
         assert (tmp_path / str(rank)).read_text() == line
 
 
+def test_whoever_hears_a_verdict_ends_when_all_have_heard_it(monkeypatch):
+    """The store ends with rank 0, which may hear a verdict first; another rank then only found the store gone."""
+    happened = []
+
+    def end(code):
+        happened.append(f"ends with {code}")
+        raise RuntimeError  # as the store does for a publishing thread
+
+    monkeypatch.setattr(watch.time, "sleep", happened.append)
+    monkeypatch.setattr(watch.os, "_exit", end)
+    store = dist.HashStore()
+    store.set("verdict g", "rank 2 died")
+    hearer = SimpleNamespace(store=store, notes={"g": None}, end_process=True, _tell=happened.append)
+    hearer._alive, hearer._publish = lambda: True, lambda store: None
+    watch.Watch._publishing(hearer)
+    assert happened == ["rank 2 died", watch.SILENCE, "ends with 1"]
+
+
 def wait_for_a_device(folder):
     rank, watched = dist.get_rank(), watch._watch
     if rank == 1:

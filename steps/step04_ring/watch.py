@@ -164,7 +164,7 @@ class Watch:
             self._tell(line)
             return line
         self._tell(line)
-        time.sleep(2 * PERIOD)  # When this process ends, a launcher ends the others, which must have read the verdict.
+        let_all_hear()
         return line
 
     def _judge(self, note):
@@ -209,6 +209,7 @@ class Watch:
                     if self.store.check([f"verdict {name}"]):
                         self._tell(self.store.get(f"verdict {name}").decode())
                         if self.end_process or note.on_device and not note.broken:
+                            let_all_hear()
                             os._exit(1)
                     if note.on_device and self.store.check([f"failure {name}"]):
                         line = self.store.get(f"failure {name}").decode()
@@ -357,6 +358,14 @@ def answered(question, limit):
     if error:
         raise error
     return answer
+
+
+def let_all_hear():
+    """Waits until every rank that lives has read the verdict, as it does when it publishes its note.
+
+    When this process ends, a launcher may end the others, and the store ends with the process that keeps it.
+    """
+    time.sleep(SILENCE)
 
 
 def print_line(line):
