@@ -1,69 +1,19 @@
 """Puzzle 0: write one line of online softmax. Needs Python 3.11 and no package: python3 steps/puzzle.py
 
 The line is not executed by Python. It is parsed, and `value` computes what arithmetic there is in it, so that whatever
-is typed ends, and touches nothing. Nothing of the course is imported.
+is typed ends, and touches nothing. What it says stands in puzzle.toml. Nothing of the course is imported.
 """
 
 import ast
 import math
 import operator
+import re
 import sys
+import tomllib
+from pathlib import Path
 
-PUZZLE = """\
-Puzzle 0: one line of online softmax
-
-Softmax divides exp(score - m) by the sum of all of them, where m is the largest score.
-Here the scores arrive one by one, so m is only the largest score so far:
-
-    m = ?                      # the second question
-    l = 0                      # the sum of exp(score - m) over the scores so far
-    for s in scores:
-        m_new = max(m, s)
-        l = ?                  # your line
-        m = m_new
-
-Which line keeps l right? It may use l, m, m_new, s and exp."""
-
-HINTS = (
-    "Hint 1: l holds terms exp(score - m). When m becomes m_new, each of them has to become exp(score - m_new).",
-    "Hint 2: exp(score - m_new) = exp(score - m) * exp(m - m_new), with the same factor for every score in l.",
-    "Hint 3, the answer: l * exp(m - m_new) + exp(s - m_new)",
-)
-START = "Second question: which number is m before the first score?"
-START_HINTS = ("Hint: max(m, s) has to be s for the first score, whatever it is.",)
-RIGHT = "Right: in all tests l ends at the sum of exp(score - m)."
-NEXT = """\
-Right: every score is above -inf, and exp(-inf - m_new) is 0, so the empty sum adds nothing.
-FlashAttention does the same with each row of attention, and with a sum of values beside l.
-Next: notebooks/00_naive.ipynb, which you can read on GitHub without installing anything."""
-
-SCORES = {  # what it says of each list of scores
-    "the scores of notebook 00, rounded": [0.71, 2.12, -1.41, 3.54, 4.24, -0.71],
-    "scores that fall": [5.0, 4.0, 2.0, -1.0],
-    "scores that rise": [-1.0, 2.0, 4.0, 5.0],
-    "equal scores": [2.0, 2.0, 2.0],
-    "large scores": [1000.0, 1001.0, 999.0],
-    "very negative scores": [-1000.0, -1001.0, -999.0],
-    "scores far apart": [0.0, 1000.0, 0.0],
-}
-
-# Answers that people give, each with what is wrong with it. A wrong line that gives the same numbers gets these words.
-MISTAKES = {
-    "l + exp(s - m_new)": "You do not rescale l. When the maximum rises, the terms already in l are still measured\n"
-    "from the old maximum m: multiply l by exp(m - m_new).",
-    "l * exp(m - m_new) + exp(s - m)": "You use the old maximum for the new term. It is exp(s - m_new).",
-    "l + exp(s - m)": "You use the old maximum for the new term, and do not rescale l to the new one.",
-    "exp(m - m_new) * (l + exp(s - m))": "In algebra this is right, but it uses the old maximum: exp(s - m) is inf at\n"
-    "the first score and overflows later. Use m_new in the new term.",
-    "l * exp(m_new - m) + exp(s - m_new)": "The factor of l is upside down: it is exp(m - m_new), never above 1.\n"
-    "(Line 10 of Algorithm 1 in FlashAttention-2's paper prints it your way, too.)",
-    "(l + exp(s - m_new)) * exp(m - m_new)": "You rescale the new term, too. It is measured from m_new already:\n"
-    "only l has to be multiplied by exp(m - m_new).",
-    "exp(s - m_new)": "You start at 0 again with each score: what l has summed so far is lost.",
-    "l * exp(m - m_new)": "You rescale l, but the new score is not added.",
-    "l + exp(s)": "You leave the maximum out. exp(s) overflows for large scores, and is 0 for very negative ones.",
-    "l + s": "You add the score itself. l is a sum of exponentials.",
-}
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SCORES, MISTAKES = TEXTS["scores"], TEXTS["mistakes"]
 
 
 class Unclear(Exception):
@@ -77,6 +27,7 @@ def exponential(x):
 
 FUNCTIONS = {"exp": exponential, "log": math.log, "max": max, "min": min, "abs": abs}
 CONSTANTS = {"inf": math.inf, "e": math.e}
+MODULES = ("math", "np", "numpy", "torch")  # Whoever works with these types np.exp(...).
 NAMES = ("l", "m", "m_new", "s")
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -98,7 +49,7 @@ def parse(line):
     match statements:
         case [ast.Expr(value=found)]:
             return found
-        case [ast.Assign(targets=[ast.Name(id="l")], value=found)]:
+        case [ast.Assign(targets=[ast.Name(id=name)], value=found)] if name == "l" or name not in NAMES:  # l_new, say
             return found
         case [ast.AugAssign(target=ast.Name(id="l"), op=op, value=found)]:
             return ast.BinOp(ast.Name("l"), op, found)
@@ -122,7 +73,7 @@ def value(node, names):
             if name in FUNCTIONS:
                 raise Unclear(f"{name} is a function: write {name}(...).")
             raise Unclear(f"There is no {name!r} here. There are {', '.join(NAMES)} and {', '.join(FUNCTIONS)}.")
-        case ast.Attribute(value=ast.Name(id="math"), attr=("inf" | "e") as name):
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if module in MODULES and name in CONSTANTS:
             return CONSTANTS[name]
         case ast.BinOp(left=a, op=op, right=b) if type(op) in OPERATORS:
             return OPERATORS[type(op)](of(a), of(b))
@@ -132,8 +83,10 @@ def value(node, names):
             return OPERATORS[type(op)](of(a))
         case ast.IfExp(test=test, body=a, orelse=b):
             return of(a) if of(test) else of(b)
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="math"), attr=name), keywords=[]):
-            if name in FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name](*map(of, node.args))
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name), keywords=[]):
+            if module in MODULES and name in FUNCTIONS:
                 return FUNCTIONS[name](*map(of, node.args))
     raise Unclear("Only arithmetic is computed here: + - * / **, if ... else, and " + ", ".join(FUNCTIONS) + ".")
 
@@ -177,7 +130,7 @@ def judge(line):
     want = {name: sum(math.exp(s - max(scores)) for s in scores) for name, scores in SCORES.items()}
     wrong = [name for name in SCORES if not same(got[name][:1], [want[name]])]
     if not wrong:
-        return True, RIGHT
+        return True, TEXTS["right"]
     name = wrong[0]
     says = f"Not yet. For {name}, {SCORES[name]},\nl ends at {got[name][0]:.4g} and should be {want[name]:.4g}."
     for answer, words in MISTAKES.items():
@@ -191,13 +144,14 @@ def judge(line):
 
 def judge_start(text):
     """(whether m may begin with this number, what to say about it)."""
+    text = re.sub(r"""float\((["'])(-?inf)\w*\1\)""", r"\2", text)  # Python's own name for it
     try:
         statements = ast.parse(text.strip().removeprefix("m").strip().removeprefix("=").strip(), mode="eval")
         start = value(statements.body, {})
     except (Unclear, SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError):
         return False, "Write a number, or inf with a sign."
     if start == -math.inf:
-        return True, NEXT
+        return True, TEXTS["next"]
     if start == 0:
         return False, (
             "Not 0: for the scores [-1000, -1001, -999] m would stay 0, and exp(-1000) is 0 in floating point.\n"
@@ -224,14 +178,14 @@ def ask(judged_by, prompt, hints):
 def main(arguments):
     """The exit code: 0 if what was answered is right. Without arguments the answers are read, line by line."""
     if not arguments and sys.stdin.isatty():
-        print(PUZZLE, "\nAn empty line shows a hint, Ctrl-D ends.\n", sep="\n")
-        if not ask(judge, "l = ", HINTS):
+        print(TEXTS["puzzle"], "\nAn empty line shows a hint, Ctrl-D ends.\n", sep="\n")
+        if not ask(judge, "l = ", TEXTS["hints"]):
             return 1
-        print(START)
-        return 0 if ask(judge_start, "m = ", START_HINTS) else 1
+        print(TEXTS["start"])
+        return 0 if ask(judge_start, "m = ", TEXTS["start_hints"]) else 1
     line, start, *_ = [*arguments, "", ""] if arguments else [sys.stdin.readline() for _ in range(2)]
     if not line.strip() or line in ("-h", "--help"):
-        print(PUZZLE, '\nFor example: python3 steps/puzzle.py "l + s"', sep="\n")
+        print(TEXTS["puzzle"], '\nFor example: python3 steps/puzzle.py "l + s"', sep="\n")
         return 1
     right, says = judge(line)
     print(says)
@@ -239,7 +193,7 @@ def main(arguments):
         right, says = judge_start(start)
         print(says)
     elif right:
-        print(f"{START} Answer as a second argument.")
+        print(f"{TEXTS['start']} Answer as a second argument.")
     return 0 if right else 1
 
 
