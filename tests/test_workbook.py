@@ -882,41 +882,110 @@ def test_check_hint_and_solution_on_the_command_line(my):
     assert unknown.exit_code == 2 and "00.1, 00.2" in unknown.output
 
 
+def class_of(tmp_path, files):
+    """A folder with a folder for each student; files: {path in it: text}."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def graded(folder, *words):
+    """What grade prints."""
+    done = CliRunner().invoke(__main__.app, ["grade", str(folder), "--stage", "00", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 def test_a_class_is_graded(my, tmp_path):
     """Names with spaces and brackets, an empty folder, an endless loop, no Python, a contract that takes too long."""
     my.mkdir()
     (my / "00_1_softmax.py").write_text("the lecturer's own")
-    ann = tmp_path / "class" / "[Ann] Lee"
-    for folder in (tmp_path / "class" / "nobody yet", ann / "my"):
-        folder.mkdir(parents=True)
     handed_in = {
-        "my/00_2_online_update.py": ONLINE,
-        "00_1_softmax.py": "def softmax(S):\n    open('written.txt', 'w')\n    while True: pass\n",
-        "00_3_mask.py": "def mask(:\n",
+        "[Ann] Lee/my/00_2_online_update.py": ONLINE,
+        "[Ann] Lee/00_1_softmax.py": "def softmax(S):\n    open('written.txt', 'w')\n    while True: pass\n",
+        "[Ann] Lee/00_3_mask.py": "def mask(:\n",
     }
-    for name, text in handed_in.items():
-        (ann / name).write_text(text)
-    words = "grade", f"{tmp_path}/class", "--stage", "00", "--limit", "2", "--json", f"{tmp_path}/grades.json"
-    done = CliRunner().invoke(__main__.app, words, env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
+    folder = class_of(tmp_path / "class", handed_in)
+    (folder / "nobody yet").mkdir()
+    printed = graded(folder, "--limit", "2", "--json", f"{tmp_path}/grades.json")
     grades = json.loads((tmp_path / "grades.json").read_text())
     verdicts = {id: row["verdict"] for id, row in grades["[Ann] Lee"].items()}
     assert verdicts == {"00.1": "error", "00.2": "passed", "00.3": "error", "00.4": "blank", "00.bug1": "blank"}
     assert grades["[Ann] Lee"]["00.2"]["contract"]["ended"] == "stopped after 2 s"
-    assert "stopped after 2 s" in grades["[Ann] Lee"]["00.1"]["lines"][0]
     assert {row["verdict"] for row in grades["nobody yet"].values()} == {"blank"}
-    assert re.search(r"\[Ann\] Lee +ERROR +passed; contract stopped after 2 s +ERROR", done.output), done.output
+    assert printed.startswith("[Ann] Lee/00_1_softmax.py uses open: read it before you run it outside of a container.")
+    assert re.search(r"^\[Ann\] Lee: 1 passed, 2 error \(\d+ s\)$", printed, re.M), printed
+    assert re.search(r"^nobody yet: nothing handed in", printed, re.M), printed
+    assert re.search(
+        r"\[Ann\] Lee +ERROR: stopped after 2 s +passed; contract stopped after 2 s +ERROR: SyntaxError", printed
+    ), printed
     assert [path.name for path in my.iterdir()] == ["00_1_softmax.py"]
-    assert {str(path.relative_to(ann)) for path in (tmp_path / "class").rglob("*.py")} == {*handed_in}
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.py")} == {*handed_in}
     assert not list(tmp_path.rglob("written.txt")) and not Path("written.txt").exists()
 
 
+def test_a_class_is_graded_anew_only_where_an_answer_has_changed(tmp_path, monkeypatch):
+    asked, contracts = [], []
+
+    def contract(folder, answers, limit):
+        contracts.append(sorted(task.id for task in answers))
+        return {task.stage: {"passed": 7, "failed": [], "ended": None} for task in answers}
+
+    def verdicts(folder, answers, limit):
+        asked.extend(answers)
+        return {id: {"verdict": "passed", "lines": [], "contract": None} for id in answers}
+
+    monkeypatch.setattr(grading, "_contract", contract)
+    monkeypatch.setattr(grading, "_verdicts", verdicts)
+    files = {"ann/00_2_online_update.py": ONLINE, "ann/00_3_mask.py": "x = 1\n", "ann/00_bug1.py": "y = 1\n"}
+    folder, kept = class_of(tmp_path / "class", files), ("--json", f"{tmp_path}/grades.json")
+    assert "passed 7/7" not in graded(folder, *kept, "--quick")
+    assert asked == ["00.2", "00.3", "00.bug1"] and not contracts
+    assert "passed 7/7" in graded(folder, *kept)
+    assert len(asked) == 3 and contracts == [["00.2", "00.3"]]  # both in one run
+    (folder / "ann" / "00_3_mask.py").write_text("x = 2\n")
+    graded(folder, *kept)
+    assert asked[3:] == ["00.3"] and contracts[1:] == [["00.3"]]
+
+
+def test_the_contract_of_several_answers_is_divided_where_it_fails(tmp_path, monkeypatch):
+    """Together they fail in stage 00, and alone only 00.3; stage 01's answer is not run again."""
+    runs = []
+
+    def contract(folder, answers, limit):
+        ids = [task.id for task in answers]
+        runs.append((ids, limit))
+        failed = {"step00_naive": ["t"] if "00.3" in ids else [], "step01_fa1_numba": []}
+        return {task.stage: {"passed": 7, "failed": failed[task.stage], "ended": None} for task in answers}
+
+    monkeypatch.setattr(grading, "_contract", contract)
+    answers = {EXERCISES[id]: f"file of {id}" for id in ("00.2", "00.3", "01.1")}
+    rows = grading._contracts(tmp_path, answers, 10)
+    assert {id: row["failed"] for id, row in rows.items()} == {"00.2": [], "00.3": ["t"], "01.1": []}
+    assert runs == [(["00.2", "00.3", "01.1"], 30), (["00.2"], 10), (["00.3"], 10)]
+    runs.clear()
+    assert grading._contracts(tmp_path, {EXERCISES["00.3"]: "its file"}, 10)["00.3"]["failed"] == ["t"]
+    assert len(runs) == 1 and grading._contracts(tmp_path, {}, 10) == {}
+
+
+@pytest.mark.parametrize("text, names", [
+    ("import os.path, math", ["os"]), ("from shutil import rmtree", ["shutil"]), ("import torch", []),
+    ("def f():\n    import subprocess as s, socket", ["socket", "subprocess"]),
+    ("__import__('o' + 's')", ["__import__"]), ("x.open('a')", []), ("print(open('a').read())", ["open"]), ("def f(:", []), ("__global__ void f() {}", []),
+])  # fmt: skip
+def test_answers_that_can_reach_outside_are_named(text, names, tmp_path):
+    folder = class_of(tmp_path, {"00_1_softmax.py": text})
+    assert grading.reaching_outside(folder, [EXERCISES["00.1"]]) == ({"00_1_softmax.py": names} if names else {})
+
+
 REPORT = """<testsuites><testsuite>
-<testcase name="good" />
-<testcase name="skipped"><skipped message="needs a GPU">tests/conftest.py:1</skipped></testcase>
-<testcase name="wrong"><failure message="assert not {}">at a line</failure></testcase>
-<testcase name="broken"><error message="failed on setup">at a line</error></testcase>
-<testcase name="both"><failure message="a">a</failure><error message="failed on teardown">b</error></testcase>
+<testcase classname="tests.test_step00_naive" name="good" />
+<testcase classname="test_step00_naive.TestContract" name="skipped"><skipped message="a">a</skipped></testcase>
+<testcase classname="tests.test_step00_naive.TestContract" name="wrong"><failure message="not {}">a</failure></testcase>
+<testcase classname="tests.test_step00_naive" name="broken"><error message="on setup">a</error></testcase>
+<testcase classname="test_step00_naive" name="both"><failure message="a">a</failure><error message="b">b</error></testcase>
+<testcase classname="tests.test_step01_fa1_numba" name="of another stage"><failure message="a">a</failure></testcase>
 </testsuite></testsuites>"""
 
 
@@ -932,21 +1001,24 @@ def test_what_a_report_of_the_contract_counts_as_failed(how, tmp_path, monkeypat
 
     monkeypatch.setattr(grading, "_run", run)
     counted = {"passed": 1, "failed": ["wrong", "broken", "both"], "ended": how}
-    assert grading._contract(tmp_path, "an answer", EXERCISES["00.2"], 2) == counted
+    assert grading._contract(tmp_path, {EXERCISES["00.2"]: "an answer"}, 2) == {"step00_naive": counted}
     lost = {"passed": 0, "failed": [], "ended": how or "pytest ended without a report"}
-    assert grading._contract(tmp_path, "an answer", EXERCISES["00.2"], 2) == lost
+    assert grading._contract(tmp_path, {EXERCISES["00.2"]: "an answer"}, 2) == {"step00_naive": lost}
 
 
-def row_of_grade(verdict, failed=None, ended=None):
+def row_of_grade(verdict, failed=None, ended=None, lines=()):
     """A row as grading.grade returns it; failed: the names of the contract's tests that fail, if it was run."""
     contract = None if failed is None else {"passed": 190, "failed": failed, "ended": ended}
-    return {"verdict": verdict, "lines": [], "contract": contract}
+    return {"verdict": verdict, "lines": list(lines), "contract": contract, "file": None}
 
 
 CELLS = {  # {student: (the row of 00.2, its cell in the table, the line below the table)}
     "blank": (row_of_grade("blank"), "-", None),
     "wrong": (row_of_grade("wrong"), "WRONG", None),
-    "error": (row_of_grade("error"), "ERROR", None),
+    "cause": (row_of_grade("wrong", lines=["passes", "The test is right. WRONG: a"]), "WRONG cause, right test", None),
+    "error": (row_of_grade("error", lines=["a line", "Hint: b"]), "ERROR", None),
+    "syntax": (row_of_grade("error", lines=["my/a.py, line 1: def (", "SyntaxError: b"]), "ERROR: SyntaxError", None),
+    "endless": (row_of_grade("error", lines=["stopped after 60 s in the case: c"]), "ERROR: stopped after 60 s", None),
     "hunts have no contract": (row_of_grade("passed"), "passed", None),
     "all": (row_of_grade("passed", []), "passed 190/190", None),
     "three": (row_of_grade("passed", ["a", "b", "c"]), "passed 190/193", "three, 00.2: fails a, b, c"),
@@ -960,7 +1032,7 @@ def test_each_form_of_a_cell_of_a_class_s_table(tmp_path, monkeypatch):
     for name in CELLS:
         (tmp_path / name).mkdir()
     rows = {task.id: row_of_grade("blank") for task in exercises.of_stage("00")}
-    monkeypatch.setattr(grading, "grade", lambda student, tasks, limit: rows | {"00.2": CELLS[student.name][0]})
+    monkeypatch.setattr(grading, "grade", lambda student, *_: rows | {"00.2": CELLS[student.name][0]})
     done = CliRunner().invoke(__main__.app, ["grade", str(tmp_path), "--stage", "00"], env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     lines = [line.strip() for line in done.output.splitlines()]
