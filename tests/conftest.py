@@ -6,6 +6,7 @@ With --mine the stages' tests run on the functions that a reader wrote in my/, a
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def pytest_configure(config):
         config.mine.install()
         if config.option.tbstyle == "auto":
             config.option.tbstyle = "short"  # A reader needs the message, not the code of the test.
+
+
+@pytest.fixture
+def own_text(request):
+    """own_text(path): the text of a stage's file, for a test that reads it or plants a mistake in it.
+
+    The test is skipped if the file holds a reader's function, which may be as right with other lines.
+    """
+
+    def text(path):
+        if request.config.mine and request.config.mine.holds(path):
+            pytest.skip("it is about the stage's own text, and here is yours")
+        return Path(path).read_text()
+
+    return text
 
 
 def pytest_unconfigure(config):

@@ -95,9 +95,9 @@ def test_dq_in_a_fixed_order_in_several_schedules(kernel, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("file", sorted(works.HERE.glob("*.cu")), ids=lambda file: file.stem)
-def test_rows_of_all_heads_are_counted_in_64_bits(file):
+def test_rows_of_all_heads_are_counted_in_64_bits(file, own_text):
     """B H Nq may exceed 2^31, for which only a large GPU has the memory. So the text of the products is read."""
-    code = re.sub("//.*", "", file.read_text())
+    code = re.sub("//.*", "", own_text(file))
     wide = set(re.findall(r"int64_t (\w+) =", code))
     for line in re.findall(r".*\* N[qk]\b.*", code):
         before = re.split(r" \* N[qk]\b", line)[0]
@@ -106,9 +106,9 @@ def test_rows_of_all_heads_are_counted_in_64_bits(file):
 
 
 @pytest.mark.parametrize("file", sorted(works.HERE.glob("*.cu")), ids=lambda file: file.stem)
-def test_strides_have_64_bits(file):
+def test_strides_have_64_bits(file, own_text):
     """A row times its stride may exceed 2^31."""
-    declared = re.findall(r"(\w+) (stride|(?:dout|out|q|k|v)_(?:batch|head|row))[,;)]", file.read_text())
+    declared = re.findall(r"(\w+) (stride|(?:dout|out|q|k|v)_(?:batch|head|row))[,;)]", own_text(file))
     assert {kind for kind, name in declared} <= {"int64_t"}  # The copy engine of the later rungs knows the strides.
 
 

@@ -75,16 +75,21 @@ def test_the_grid_is_that_of_the_head_of_the_file(file, monkeypatch):
     assert launched[0 if hasattr(file, "forward") else 1] == eval(told, names)
 
 
-def changed(module, folder, old, new):
-    """A copy of a kernel file in which a piece of text is replaced, as a module."""
-    text = Path(module.__file__).read_text()
-    assert old in text
-    path = folder / f"{module.__name__.rpartition('.')[2]}_changed.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"{module.__package__}.{path.stem}", path)  # for its imports
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    return copy
+@pytest.fixture
+def changed(own_text, tmp_path):
+    """changed(module, old, new): a copy of a kernel file in which a piece of text is replaced, as a module."""
+
+    def copy_of(module, old, new):
+        text = own_text(module.__file__)
+        assert old in text
+        path = tmp_path / f"{module.__name__.rpartition('.')[2]}_changed.py"
+        path.write_text(text.replace(old, new))
+        spec = importlib.util.spec_from_file_location(f"{module.__package__}.{path.stem}", path)  # for its imports
+        copy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copy)
+        return copy
+
+    return copy_of
 
 
 # What every kernel does against infinite exponentials at huge scores, and what the text would be without it.
@@ -100,12 +105,12 @@ AT_MOST_1 = "tl.exp2(tl.minimum(S * scale_log2 - lse_2, 0.0))", "tl.exp2(S * sca
 @pytest.mark.parametrize("module, mistake", [
     (fwd_0_fused, FACTOR), (fwd_1_tma, FACTOR), (fwd_2_roles, FACTOR), (bwd_0_fused, AT_MOST_1), (bwd_1_tma, AT_MOST_1),
 ], ids=lambda x: getattr(x, "__name__", "").rpartition(".")[2])  # fmt: skip
-def test_without_its_guard_a_contracted_product_gives_infinity(module, mistake, dtype, tmp_path):
+def test_without_its_guard_a_contracted_product_gives_infinity(module, mistake, dtype, changed):
     """At scores of 10^11 a rounded maximum is off by 4,000. The plain interpreter, which rounds twice, hides it."""
     (case,) = (case for case in cases.CASES if case.name == "large_scores")
     x = cases.build(case, step03.SUPPORTS, dtype, engine.device)
     saved = fwd_0_fused.forward(x.q, x.k, x.v, **x.options)
-    for kernels, right in ((module, True), (changed(module, tmp_path, *mistake), False)):
+    for kernels, right in ((module, True), (changed(module, *mistake), False)):
         if hasattr(kernels, "forward"):
             results = kernels.forward(x.q, x.k, x.v, **x.options)
         else:
@@ -195,12 +200,12 @@ def test_which_tiles_fused_takes_where(major, interpret, dtype, kind, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
-def test_float32_is_as_exact_on_tensor_cores_as_without(D, tmp_path):
+def test_float32_is_as_exact_on_tensor_cores_as_without(D, changed):
     got, want = float32_results(fwd_0_fused.forward, bwd_0_fused.backward, 2000, D)
     assert all(e < 0.5 * want.tolerance[name] for name, e in error.errors(got, want).items())
     got, _ = float32_results(flash.forward, flash.backward, 2000, D)
     assert not error.failures(got, want)
-    rounded = changed(fwd_0_fused, tmp_path, "else products(q)  #", 'else "tf32"  #')
+    rounded = changed(fwd_0_fused, "else products(q)  #", 'else "tf32"  #')
     worse, _ = float32_results(rounded.forward, bwd_0_fused.backward, 2000, D)
     assert error.failures(worse, want), "tf32 has 11 bits, which must not be enough"
 

@@ -972,7 +972,8 @@ def test_the_contract_of_several_answers_is_divided_where_it_fails(tmp_path, mon
 @pytest.mark.parametrize("text, names", [
     ("import os.path, math", ["os"]), ("from shutil import rmtree", ["shutil"]), ("import torch", []),
     ("def f():\n    import subprocess as s, socket", ["socket", "subprocess"]),
-    ("__import__('o' + 's')", ["__import__"]), ("x.open('a')", []), ("print(open('a').read())", ["open"]), ("def f(:", []), ("__global__ void f() {}", []),
+    ("__import__('o' + 's')", ["__import__"]), ("x.open('a')", []), ("print(open('a').read())", ["open"]),
+    ("def f(:", []), ("__global__ void f() {}", []),
 ])  # fmt: skip
 def test_answers_that_can_reach_outside_are_named(text, names, tmp_path):
     folder = class_of(tmp_path, {"00_1_softmax.py": text})
@@ -984,7 +985,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="test_step00_naive.TestContract" name="skipped"><skipped message="a">a</skipped></testcase>
 <testcase classname="tests.test_step00_naive.TestContract" name="wrong"><failure message="not {}">a</failure></testcase>
 <testcase classname="tests.test_step00_naive" name="broken"><error message="on setup">a</error></testcase>
-<testcase classname="test_step00_naive" name="both"><failure message="a">a</failure><error message="b">b</error></testcase>
+<testcase classname="test_step00_naive" name="both"><failure message="a"/><error message="b"/></testcase>
 <testcase classname="tests.test_step01_fa1_numba" name="of another stage"><failure message="a">a</failure></testcase>
 </testsuite></testsuites>"""
 
@@ -1055,6 +1056,38 @@ def test_the_contract_finds_what_the_check_does_not(tmp_path):
     assert "test_case[ragged-float64-matrix]" in row["contract"]["failed"] and row["contract"]["passed"] > 100
 
 
+def in_other_words(task):
+    """The stage's own function with other names of its variables, in other lines and without its comments."""
+    text = str(solution(task.id))
+    if task.path.suffix == ".cu":
+        text = re.sub(r"//.*", "", text)
+        names = re.findall(r"^\s+(?:for \()?(?:const )?(?:int|float|bool) (\w+)\b[^(,]*[=;]", text, re.M)
+        for name in names:
+            text = re.sub(rf"(?<![.\w]){name}\b", f"{name}_here", text)
+        return text.replace(";\n", ";\n\n")
+    tree = ast.parse(text)
+    own = answer.top_level(tree, task.function)
+    nodes = [node for node in ast.walk(own) if isinstance(node, ast.Name)]
+    given = {argument.arg for argument in ast.walk(own) if isinstance(argument, ast.arg)}
+    local = {node.id for node in nodes if isinstance(node.ctx, ast.Store)} - given
+    for node in nodes:
+        node.id += "_here" * (node.id in local)
+    return ast.unparse(tree) + "\n"
+
+
+@pytest.mark.parametrize("id", [pytest.param(id, marks=pytest.mark.long) for id in EXERCISES])
+def test_a_right_answer_in_other_words_passes_the_whole_contract(id, tmp_path):
+    """No test of a stage looks for a line of the stage's own in a file that holds a reader's function."""
+    task = EXERCISES[id]
+    runnable(task)
+    (tmp_path / task.mine.name).write_text(
+        "import math\n\nimport torch\n\n" * (task.path.suffix == ".py") + in_other_words(task)
+    )
+    row = grading.grade(tmp_path, [task], limit=900)[id]
+    assert row["verdict"] == "passed", row["lines"]
+    assert row["contract"]["failed"] == [] and row["contract"]["passed"] > 100 and row["contract"]["ended"] is None, row
+
+
 def test_no_command_has_more_than_six_options():
     for name, command in typer.main.get_command(__main__.app).commands.items():
         options = [parameter.name for parameter in command.params if parameter.param_type_name == "option"]
@@ -1068,6 +1101,9 @@ def test_mine_knows_what_is_filled_in():
     hand_in("00.2", ONLINE)
     mine = Mine()
     assert mine.rungs("step00_naive") == ["online"] and mine.nothing("00") is None and mine.nothing("03")
+    assert mine.holds(ROOT / "steps/step00_naive/fwd_2_online.py") and not mine.holds(
+        "steps/step00_naive/fwd_1_matrix.py"
+    )
     assert "00.1-softmax" in mine.blanks("step00_naive") and "00.2-online_update" not in mine.blanks("step00_naive")
     hand_in("00.2", "def")
     with pytest.raises(answer.Problem, match="my/00_2_online_update.py, line 1"):

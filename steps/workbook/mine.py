@@ -3,6 +3,7 @@
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 from steps.workbook import answer as answers
 from steps.workbook import exercises, splice
@@ -35,6 +36,10 @@ class Mine:
             if task.stage == stage and task not in self.filled:
                 reasons[f"{task.id}-{task.function}"] = f"{task.label} is blank: python -m steps hint {task.id}"
         return reasons
+
+    def holds(self, path):
+        """Whether a reader's function stands in this file of a stage."""
+        return any(Path(path).parts[-2:] == Path(task.file).parts[-2:] for task in self.filled)
 
     def nothing(self, number):
         """The reason to skip all of the stage's tests if none of its exercises is filled in, otherwise None."""
