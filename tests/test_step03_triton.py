@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
