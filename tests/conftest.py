@@ -6,6 +6,7 @@ With --mine the stages' tests run on the functions that a reader wrote in my/, a
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,8 @@ def pytest_configure(config):
         except Problem as problem:
             raise pytest.UsageError(str(problem)) from None
         config.mine.install()
+        for name in [name for name in sys.modules if name.split(".")[0] == "support"]:
+            del sys.modules[name]  # They have imported the stages as they were, and the tests import them anew.
         if config.option.tbstyle == "auto":
             config.option.tbstyle = "short"  # A reader needs the message, not the code of the test.
 
