@@ -22,6 +22,7 @@ RIGHT = [
     "l*e**(m - m_new) + e**(s - m_new)",
     "l / exp(m_new - m) + exp(s - max(m, s))",
     "l_new = l * np.exp(m - m_new) + torch.exp(s - m_new)",
+    "l -= l * (1 - exp(m - m_new)) - exp(s - m_new)",
     "l * numpy.e ** (m - m_new) + math.exp(s - m_new)",
     "l * exp(m - s) + 1 if s > m else l + exp(s - m)",
     "l + exp(s - m_new) + l * (exp(m - m_new) - 1)",

@@ -287,12 +287,14 @@ def test_the_contract_where_hoppers_backwards_are_used(D):
 @pytest.mark.parametrize("D", ladder.HOPPER_BACKWARD)
 @pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "hopper") if rung in step02.RUNGS])
 def test_the_first_tile_of_queries_that_sees_a_key(rung, D):
-    """With more queries than keys and a causal mask the first ones see nothing: here whole tiles of them, or nearly."""
+    """With more queries than keys and a causal mask the first ones see nothing: here whole tiles of them, or nearly.
+
+    With fewer queries than keys the first key's tile begins before the first query, which tile 0 has.
+    """
     Br, _ = ladder.HOPPER_BACKWARD[D]
-    for blind in (Br - 2, Br - 1, Br, Br + 1):
-        case = cases.Case(
-            "blind", "the first queries see no key", lambda T, n=blind: 73 + n, lambda T: 73, H=1, D=D, causal=True
-        )
+    for blind in (Br - 2, Br - 1, Br, Br + 1, -Br - 60):
+        Nq, Nk = 73 + max(0, blind), 73 + max(0, -blind)
+        case = cases.Case("blind", "blind queries", lambda T, N=Nq: N, lambda T, N=Nk: N, H=1, D=D, causal=True)
         inputs = cases.build(case, checks.supports_of(step02.SUPPORTS, rung), torch.bfloat16, engine.device)
         want = inputs.expected()
         assert not error.failures(one_rung.results(step02, rung, case, inputs), want), blind

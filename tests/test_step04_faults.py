@@ -7,6 +7,7 @@ hosts. On a machine with two GPUs the tests marked `multigpu` run over NCCL:
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -383,6 +384,18 @@ def test_a_device_that_failed_is_noticed(note):
     one_hop(note)
     Event.made[0].over = "failed"
     assert note.place() == (1, 0, {}) and note.broken and not note.stuck()
+
+
+@pytest.mark.parametrize("places", [(0, 1), (1, 0)])
+def test_a_failure_began_at_the_rank_that_can_have_had_it_first(places):
+    """A death comes before an error of a rank's own, this before silence, and last what ranks say of each other."""
+    silent = None  # no outcome
+    kinds = "died: exit code 3", "Traceback\nValueError: x", silent, "Traceback\nsteps.RingError: y"
+    for earlier, later in itertools.combinations(kinds, 2):
+        outcomes = {
+            rank: (None, problem) for rank, problem in zip(places, (earlier, later), strict=True) if problem != silent
+        }
+        assert launch._explain(outcomes, 2, 9).startswith(f"rank {places[0]} of 2 failed."), (earlier, later)
 
 
 @over_gloo

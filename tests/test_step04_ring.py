@@ -414,6 +414,15 @@ def test_a_forward_s_kernel_is_persistent_where_it_has_the_gpu_for_itself(monkey
     assert block.Hopper().deterministic
 
 
+def test_a_block_of_the_caller_has_tiles_of_its_own():
+    told, x = [], torch.zeros(1, 1, 4, 8, device=engine.device)
+    block = SimpleNamespace(forward=lambda *inputs, tile, **options: told.append(tile) or PlainBlock.forward(*inputs))
+    step04.forward(x, x, x, S=4, block=block, tile=(24, 7))
+    assert told == [(24, 7)]
+    with pytest.raises(ValueError, match="tile"):
+        step04.forward(x, x, x, S=4, tile=(24, 7))
+
+
 @pytest.mark.parametrize("transport", ["relay", FETCH])
 @in_every_rank
 def test_a_forward_s_kernel_is_not_persistent_where_ranks_share_the_work(transport, monkeypatch):
