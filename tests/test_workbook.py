@@ -803,6 +803,28 @@ def test_a_function_travels_with_its_helpers_and_imports():
     assert report.verdict == "error" and "no source text" in repr(report) and "my/00_2_online_update.py" in repr(report)
 
 
+IN_PYTHON = [id for id, task in FUNCTIONS.items() if task.path.suffix == ".py"]
+
+
+@pytest.mark.parametrize("id", IN_PYTHON)
+def test_a_helper_may_have_the_name_of_something_in_the_stages_file(id):
+    """The stage's own body stands in a helper that is called like the file's first other function."""
+    task = TASKS[id]
+    runnable(task)
+    tree = ast.parse(task.path.read_text())
+    own = answer.top_level(tree, task.function)
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node is not own]
+    imported = [name for node in tree.body if isinstance(node, ast.ImportFrom) for name in splice._names(node)]
+    taken = [*defined, *imported][0]
+    helper = ast.unparse(own).replace(f"def {own.name}(", f"def {taken}(")
+    parameters = [argument.arg for argument in own.args.args]
+    own.body = [ast.Return(ast.Call(ast.Name(taken), [ast.Name(name) for name in parameters], []))]
+    imports = "\n".join(["import math", "import torch", *(["import triton"] * ("triton" in helper))])
+    hand_in(id, f"{imports}\n\n{helper}\n\n{ast.unparse(ast.fix_missing_locations(own))}\n")
+    report = check(id)
+    assert report.verdict == "passed", report
+
+
 def test_a_blank_function_of_a_notebook():
     def online_update(m, l, O, s, v_j):
         """Takes in one key."""

@@ -77,24 +77,46 @@ def splice(text, answer, task):
 def _python(text, answer, task):
     """The function keeps the stage's decorators and loses the reader's.
 
-    What else the answer defines or imports is inserted above it, except for names that the stage's file already
-    defines.
+    What else the answer defines or imports is inserted above it. Where the stage's file has the name of a helper, too,
+    the helper gets another one: the reader cannot know all names there, and the file needs its own.
     """
     lines, tree = text.splitlines(), ast.parse(text)
     own = answers.top_level(tree, task.function)
-    node = answers.top_level(ast.parse(answer.text), task.function)
-    taken = {task.function}.union(*(_names(n) for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)))
+    defined = {task.function}.union(*(_names(node) for node in tree.body if not isinstance(node, _IMPORTS)))
+    sources = _with_other_names([answer.helpers, answer.text], defined.union(*map(_names, tree.body)) - {task.function})
+    node = answers.top_level(ast.parse(sources[1]), task.function)
     result, mapped = lines[: _first_line(own) - 1], {}
-    for source in (answer.helpers, answer.text):
+    for source in sources:
         for extra in ast.parse(source).body:
-            if isinstance(extra, _TRAVELS) and not _names(extra) & taken:
-                _append(result, source, _first_line(extra), extra.end_lineno, mapped if source is answer.text else {})
+            if isinstance(extra, _TRAVELS) and not _names(extra) & defined:
+                _append(result, source, _first_line(extra), extra.end_lineno, mapped if source is sources[1] else {})
     result += lines[_first_line(own) - 1 : own.lineno - 1]  # the stage's decorators
-    _append(result, answer.text, node.lineno, node.end_lineno, mapped)
+    _append(result, sources[1], node.lineno, node.end_lineno, mapped)
     return Spliced("\n".join([*result, *lines[own.end_lineno :], ""]), mapped)
 
 
-_TRAVELS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+def _with_other_names(sources, taken):
+    """The texts with another name for what they define under a taken one. Lines stay where they are."""
+    trees = [ast.parse(source) for source in sources]
+    defining = [node for tree in trees for node in tree.body if isinstance(node, _DEFINITIONS)]
+    names = taken & set().union(*map(_names, defining))
+    return [_renamed(source, tree, names) for source, tree in zip(sources, trees, strict=True)]
+
+
+def _renamed(source, tree, names):
+    lines = [line.encode() for line in source.split("\n")]  # Python counts columns in bytes.
+    for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "col_offset", 0), reverse=True):
+        name = getattr(node, "id", None) or getattr(node, "name", None)
+        keyword = {ast.Name: "", ast.FunctionDef: "def ", ast.ClassDef: "class "}.get(type(node))
+        if name in names and keyword is not None:
+            line, end = lines[node.lineno - 1], node.col_offset + len((keyword + name).encode())
+            lines[node.lineno - 1] = line[:end] + b"_of_yours" + line[end:]
+    return b"\n".join(lines).decode()
+
+
+_IMPORTS = ast.Import | ast.ImportFrom
+_DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+_TRAVELS = _IMPORTS | _DEFINITIONS
 
 
 def _names(node):
