@@ -46,7 +46,7 @@ STEPS = {
         _case("own_layouts", "q, k and v each with strides of their own", Nq=T + 5, B=2, H=2, place="own layouts"),
     ],
     4: [
-        _case("causal", "causal, N is not a multiple of the tile", Nq=2 * T + 5, H=2, causal=True),
+        _case("causal", "causal, N is not a multiple of the tile", Nq=2 * T + 5, B=2, H=2, causal=True),
         _case("fewer_queries_causal", "causal with fewer queries than keys: aligned at the bottom right",
               Nq=T + 5, Nk=3 * T + 3, H=2, causal=True),
         _case("more_queries_causal", "causal with more queries than keys: the first rows see no key",
