@@ -30,6 +30,7 @@ from steps.workbook import (
     capstone,
     check,
     checking,
+    edges,
     exercises,
     grading,
     hint,
@@ -130,6 +131,7 @@ def test_an_exercise_is_complete(id):
     if id in EXERCISES:
         known = {case.name for case in cases.CASES}
         assert task.cases and {case.split(":")[0] for case in task.cases} <= known
+        assert {*task.edges} <= known | edges.EDGES.keys()
         named = [p for p in MISTAKES[id] if "mutant" in p]
         assert len(task.cases) > 1 or not named, "a single case does not tell one mistake from another"
         # A slip in what the course itself wrote would be found in every wrong answer.
@@ -186,7 +188,7 @@ def test_the_stages_own_body_passes(id):
     hand_in(id, filled_in(task))
     report = check(id, limit=LIMIT)
     assert report.verdict == "passed", report
-    ran = len(task.cases) + bool(task.cost) + (id == "04.3") if id in EXERCISES else len(puzzle(id).CASES)
+    ran = len([*task.cases, *task.edges]) + bool(task.cost) + (id == "04.3") if id in EXERCISES else len(puzzle(id).CASES)
     assert repr(report).count("  ok  ") == ran
 
 

@@ -112,7 +112,7 @@ def judged(task, text, job, lines, on=None):
 
 def _exercise(task, text, job):
     spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
-    fields = "function", "rung", "cases", "order", "tile", "threads", "masks"
+    fields = "function", "rung", "cases", "order", "tile", "threads", "masks", "edges"
     job |= {name: getattr(task, name) for name in fields}
     job |= {"kind": "exercise", "own": answers.plain_source(task)}
     for on in _engines(task):

@@ -71,7 +71,8 @@ class Exercise(Task):
     failure `says` so where the answer contains the `text`, and no line like the one that it `lacks`, in which ... is
     anything, and only cases with `only` in their names are wrong. engine: the one that it always runs on; by
     default the one that is in force, and for CUDA C++ the emulation before it. masks: whether the function itself hides
-    scores; only then are its results compared with mistakes in a mask.
+    scores; only then are its results compared with mistakes in a mask. edges are names in edges.py: what the function
+    has to hold beside the cases.
     """
 
     function: str
@@ -89,6 +90,7 @@ class Exercise(Task):
     slips: list = field(default_factory=list)
     engine: str | None = None
     masks: bool = False
+    edges: list = field(default_factory=list)
 
     @property
     def mine_name(self):

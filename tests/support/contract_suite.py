@@ -22,7 +22,7 @@ import torch
 
 from reference import cases, error, mutants
 from steps import catalogue, checks, engine
-from steps.workbook import exercises, one_rung
+from steps.workbook import edges, exercises, one_rung
 from support import kept_calls
 from support.operands import DENSE, PLACES
 
@@ -357,9 +357,24 @@ class Contract:
         clean = self.forward(q, k, v, every_rung)[0]
         {"q": q, "k": k, "v": v}[where][1, 0, 5, 2] = math.nan
         out = self.forward(q, k, v, every_rung)[0]
-        assert out[meets].isnan().all() if where == "q" else out[meets].isnan().any()
+        there = out[meets].isnan()
+        assert there.all() if where == "q" else there.any(), (
+            f"a NaN that comes from {where} has to stay: do not replace NaN, choose before you subtract or divide"
+        )
         out[meets] = clean[meets]
-        assert torch.equal(out, clean)
+        assert torch.equal(out, clean), f"a NaN in one row of {where} changes results of other rows"
+
+    def test_sums_over_many_tiles_are_not_rounded_to_16_bits(self, every_rung):
+        """l and O are float32 whatever the dtype of the inputs."""
+        own = one_rung.supports_of(self.stage, every_rung)
+        narrow = [dtype for dtype in own["dtypes"] if dtype.itemsize == 2]
+        if not narrow or "layouts" in own:  # A rank of stage 04 runs stage 03's kernels.
+            pytest.skip("no 16 bits here")
+        for dtype in narrow:
+            x, want = edges.with_many_tiles(own, dtype)
+            got = one_rung.on_rung(self.stage, every_rung).forward(x.q, x.k, x.v, **x.options)
+            bad = error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+            assert not bad, f"l or O is rounded to {dtype} in each tile: (error, tolerance) = {bad}"
 
     @pytest.mark.parametrize("ndim", [2, 3])
     def test_fewer_leading_dimensions(self, ndim):
