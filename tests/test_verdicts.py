@@ -1,13 +1,37 @@
 """Rules of verdicts that hold for every exercise, whatever a reader writes."""
 
+import shutil
+import textwrap
+
 import pytest
 
 from reference import error, mutants
-from steps.workbook import edges, exercises, jobs, one_rung
+from steps import catalogue
+from steps.workbook import check, edges, exercises, jobs, one_rung, runner, slips, solution
+from steps.workbook.answer import Answer
 from steps.workbook.exercises import Exercise
 
 TASKS = exercises.load()
 EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise)}
+
+
+@pytest.fixture
+def my(tmp_path, monkeypatch):
+    """An empty folder in place of my/."""
+    monkeypatch.setattr(exercises, "MY", tmp_path / "my")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_of_server():
+    yield
+    runner.stop()
+
+
+def runnable(task):
+    if reason := catalogue.unavailable(task.number):
+        pytest.skip(reason)
+    if task.number == "02" and not shutil.which("g++"):
+        pytest.skip("runs in the emulation, which g++ compiles")
 
 
 # What the contract kills, the exercise's own cases kill.
@@ -103,3 +127,112 @@ def test_what_the_contract_kills_the_exercise_s_own_cases_kill(id):
     contract = mutants._prepared(supports) if left else ()
     missed = {m.name: case.name for case, *x in contract for m in left if kills(m, *x)}
     assert not missed, "these mutants are killed by these cases of the contract, and by none of the exercise's own"
+
+
+# No remark without its premise.
+
+SLIPS = [(id, slip) for id, task in EXERCISES.items() for slip in task.slips]
+OF_TEXTS = [(id, slip) for id, slip in SLIPS if "text" in slip]
+
+
+@pytest.mark.parametrize("id, slip", OF_TEXTS, ids=[f"{id}-{slip['text'].strip()}" for id, slip in OF_TEXTS])
+def test_a_slip_s_text_alone_makes_no_remark(id, slip):
+    """Wherever the text stands, nothing is said if the answer stays wrong with its repair."""
+    task = EXERCISES[id]
+    text = slip["text"].strip().replace("...", "x")
+    python = f"\ndef unused():\n    return '''\n    {text}\n    '''\n"
+    line = python if task.path.suffix == ".py" else f"\n/*\n{text}\n*/\n"
+    tried = []
+
+    def passes(other, **options):
+        tried.append(other.text)
+        return False
+
+    answer = Answer(str(solution(id)) + line, "your text")
+    assert slips.remarks(task, answer, [{"says": slip.get("only", ""), "wrong": ["off"]}], passes) == []
+    assert answer.text not in tried and (tried or not isinstance(slip.get("repair"), str)), "the repair finds its place"
+
+
+def changed_in(text, *edits):
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def guarded():
+    """01.1 with a loop over all rows of the tile, and a guard for those that do not exist."""
+    head, body = str(solution("01.1")).replace("min(S.shape[0], l.shape[1] - i)", "S.shape[0]").split("blockDim.y):\n")
+    return f"{head}blockDim.y):\n        if i + r < l.shape[1]:\n{textwrap.indent(body, '    ')}"
+
+
+WHILE = """
+def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
+    r = cuda.threadIdx.y
+    while r < P.shape[0]:
+        for c in range(cuda.threadIdx.x, Bc, cuda.blockDim.x):
+            dS[r, c] = P[r, c] * (dot(dO_i, r, V_j, c, D) - (delta[head, i + r] if i + r < delta.shape[1] else ZERO))
+        r += cuda.blockDim.y
+"""
+HELPER = """
+def exponentials(row, m_new, Bc):
+    total = ZERO
+    for c in range(Bc):
+        row[c] = exp_difference(row[c], m_new)
+        total += row[c]
+    return total
+
+
+def online_update(S, alpha, l, m, Bc):
+    thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
+    for r in range(thread, S.shape[0], cuda.blockDim.x * cuda.blockDim.y):
+        m_new = m[r]
+        for c in range(Bc):
+            m_new = max(m_new, S[r, c])
+        alpha[r] = exp_difference(m[r], m_new)
+        l[r] = alpha[r] * l[r] + exponentials(S[r], m_new, Bc)
+        m[r] = m_new
+"""
+MAXIMUM = """
+def merge(out, lse, out_block, lse_block):
+    m = torch.maximum(lse, lse_block).nan_to_num(neginf=0.0)
+    old, new = (lse - m).exp(), (lse_block - m).exp()
+    w = torch.where(new == 0, 0, new / (old + new))
+    out.lerp_(out_block.float(), w[..., None])
+    lse.copy_(m + (old + new).log())
+"""
+# Right answers that contain the text of a slip, and a mistake elsewhere: (exercise, edits of the stage's own function
+# that leave it right, or another right answer; the edit that makes it wrong).
+INNOCENT = {
+    "a small number that divides": ("00.1", [("torch.where(l == 0, 0, E / l)", "E / l.clamp(min=1e-30)")],
+                                    ("E / l.clamp", "1.1 * E / l.clamp")),
+    "triu": ("00.3", [("S.masked_fill(col > row, -math.inf)", "S.masked_fill(torch.ones(S.shape[-2:], "
+                       "dtype=torch.bool).triu(1 + shift + i - j), -math.inf)")], ("shift + i - j", "shift + j - i")),
+    "a guard in the loop": ("01.1", guarded(), ("l_old * alpha / l_new", "l_old * beta / l_new")),
+    "a helper that stores": ("01.2", HELPER, ("alpha[r] * l[r] +", "m_new * l[r] +")),
+    "while": ("01.3", WHILE, ("V_j, c, D)", "V_j, c, Bc)")),
+    "powers of 2": ("02.1", [("expf(S[j * Br] - m_new)", "exp2f((S[j * Br] - m_new) * 1.4426950408889634f)")],
+                    ("int j = 0", "int j = 1")),
+    "a declaration": ("02.3", [("float sum = 0;", "float sum; sum = 0;")], ("d < D", "d < D - 1")),
+    "a sum that is swizzled": ("02.7", [(" ^ swizzle<WIDTH>(r);", ";"),
+                                        ("(column ^ c)", "(column + c ^ swizzle<WIDTH>(r))")], ("t % 8;", "7 - t % 8;")),
+    "the mask from the key": ("03.1", [("column <= row + Nk - Nq", "column + Nq - Nk <= row")],
+                              ("seen = column < Nk", "seen = column + 1 < Nk")),
+    "the mask without a difference": ("03.2", [("key <= query + Nk - Nq", "key + Nq <= query + Nk")],
+                                      ("(dP - delta)", "(dP - 2 * delta)")),
+    "a maximum": ("04.1", MAXIMUM, ("new / (old + new)", "0.9 * new / (old + new)")),
+}  # fmt: skip
+OPENINGS = ("Look at", "There is no", "Nothing else is wrong", "With cuda.syncthreads()")
+
+
+QUICK = "triu", "powers of 2", "a declaration"
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.long) for x in INNOCENT])
+def test_a_right_answer_with_a_slip_s_text_and_a_mistake_elsewhere_gets_no_remark(name, my):
+    id, right, mistake = INNOCENT[name]
+    runnable(EXERCISES[id])
+    right = right if isinstance(right, str) else changed_in(str(solution(id)), *right)
+    assert check(id, right).verdict == "passed", check(id, right)
+    report = check(id, changed_in(right, mistake))
+    assert report.verdict == "wrong" and not any(line.startswith(OPENINGS) for line in report.lines), report

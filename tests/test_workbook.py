@@ -134,8 +134,6 @@ def test_an_exercise_is_complete(id):
         assert {*task.edges} <= known | edges.EDGES.keys()
         named = [p for p in MISTAKES[id] if "mutant" in p]
         assert len(task.cases) > 1 or not named, "a single case does not tell one mistake from another"
-        # A slip in what the course itself wrote would be found in every wrong answer.
-        assert checking._slips(task, answer.Answer(filled_in(task), "your text")) == []
     assert len(MISTAKES[id]) >= (2 if id in STEPS else 3)
     text = answer.Answer(skeleton.text(task), "skeleton")
     answer.require(text, task)  # The stage's function exists, and the skeleton has its signature.
@@ -188,7 +186,7 @@ def test_the_stages_own_body_passes(id):
     hand_in(id, filled_in(task))
     report = check(id, limit=LIMIT)
     assert report.verdict == "passed", report
-    ran = len([*task.cases, *task.edges]) + bool(task.cost) + (id == "04.3") if id in EXERCISES else len(puzzle(id).CASES)
+    ran = len(puzzle(id).CASES) if id in PUZZLES else len(task.cases + task.edges) + bool(task.cost) + (id == "04.3")
     assert repr(report).count("  ok  ") == ran
 
 

@@ -1,13 +1,12 @@
 """`check`, `hint` and `solution`, the three functions that a reader calls."""
 
 import functools
-import re
 import shutil
 import tempfile
 
 from steps import catalogue, engine, places
 from steps.workbook import answer as answers
-from steps.workbook import exercises, runner, skeleton, splice
+from steps.workbook import exercises, runner, skeleton, slips, splice
 from steps.workbook.answer import Problem
 from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
@@ -121,7 +120,7 @@ def _exercise(task, text, job):
             break
     names = rows[-1].get("equals", []) if rows else []
     if verdict != "passed" and len(names) != 1:  # The results do not say which mistake it is; the text may.
-        lines += _slips(task, text, rows)
+        lines += slips.remarks(task, text, rows, functools.partial(_passes, task, job, on))
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, job["limit"])
         lines += cost
@@ -189,29 +188,16 @@ def _equals(rows):
     return [last["remark"]] if last.get("remark") else []
 
 
-def _slips(task, text, rows=()):
-    """A line for each known slip: the answer contains its `text`, has no line like the one that the slip `lacks`, and
-    is wrong only in cases that have `only` in their names, as far as the slip says these.
-
-    Spaces and comments do not count. A slip's text may contain a line's end.
-    """
-    comment = r"//.*|/\*[\s\S]*?\*/" if task.path.suffix == ".cu" else "#.*"
-    lines = ["".join(line.split()) for line in re.sub(comment, "", text.text).splitlines()]
-    answer = {False: "".join(lines), True: "\n".join(["", *lines, ""])}  # whether the slip says where a line ends
-    wrong = [row["says"] for row in rows if row.get("wrong")]
-    found = []
-    for slip in task.slips:
-        text, lacks = slip.get("text", ""), slip.get("lacks")
-        about = f"Look at `{text.strip().splitlines()[0]}`" if text else "Nothing else is wrong"
-        if lacks:
-            pattern = re.escape(lacks.replace(" ", "")).replace(r"\.\.\.", ".*?")
-            about = f"There is no `{lacks}`"
-            if re.search(pattern, answer[True]):
-                continue
-        only = "only" not in slip or wrong and all(slip["only"] in says for says in wrong)
-        if only and text.replace(" ", "") in answer["\n" in text]:
-            found.append(f"{about}: {slip['says']}.")
-    return found
+def _passes(task, job, on, answer, **options):
+    """Whether another answer to the exercise passes the job; that it would be slow on a GPU does not count."""
+    with tempfile.TemporaryDirectory(prefix="steps-") as folder:
+        try:
+            splice.copy_of_steps(folder, [(task, answer)])
+        except (SyntaxError, AttributeError):  # The repair of a slip does not fit to this answer.
+            return False
+        rows, how, _ = runner.run(job | options, folder, min(job["limit"], 20), on=on)
+    failed = rows and "error" in rows[-1] and rows[-1]["error"]["type"] != "OnlyOnAGPU"
+    return how is None and not failed and not any(row.get("wrong") for row in rows)
 
 
 def _cost(task, text, limit):
