@@ -1,5 +1,8 @@
 """Rules of verdicts that hold for every exercise, whatever a reader writes."""
 
+import ast
+import importlib
+import re
 import shutil
 import textwrap
 
@@ -7,9 +10,20 @@ import pytest
 
 from reference import error, mutants
 from steps import catalogue
-from steps.workbook import check, edges, exercises, jobs, one_rung, runner, slips, solution
+from steps.workbook import (
+    answer,
+    check,
+    edges,
+    exercises,
+    jobs,
+    one_rung,
+    runner,
+    skeleton,
+    slips,
+    solution,
+)
 from steps.workbook.answer import Answer
-from steps.workbook.exercises import Exercise
+from steps.workbook.exercises import Exercise, Puzzle
 
 TASKS = exercises.load()
 EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise)}
@@ -148,9 +162,9 @@ def test_a_slip_s_text_alone_makes_no_remark(id, slip):
         tried.append(other.text)
         return False
 
-    answer = Answer(str(solution(id)) + line, "your text")
-    assert slips.remarks(task, answer, [{"says": slip.get("only", ""), "wrong": ["off"]}], passes) == []
-    assert answer.text not in tried and (tried or not isinstance(slip.get("repair"), str)), "the repair finds its place"
+    given = Answer(str(solution(id)) + line, "your text")
+    assert slips.remarks(task, given, [{"says": slip.get("only", ""), "wrong": ["off"]}], passes) == []
+    assert given.text not in tried and (tried or not isinstance(slip.get("repair"), str)), "the repair finds its place"
 
 
 def changed_in(text, *edits):
@@ -214,8 +228,9 @@ INNOCENT = {
     "powers of 2": ("02.1", [("expf(S[j * Br] - m_new)", "exp2f((S[j * Br] - m_new) * 1.4426950408889634f)")],
                     ("int j = 0", "int j = 1")),
     "a declaration": ("02.3", [("float sum = 0;", "float sum; sum = 0;")], ("d < D", "d < D - 1")),
-    "a sum that is swizzled": ("02.7", [(" ^ swizzle<WIDTH>(r);", ";"),
-                                        ("(column ^ c)", "(column + c ^ swizzle<WIDTH>(r))")], ("t % 8;", "7 - t % 8;")),
+    "a sum that is swizzled": (
+        "02.7", [(" ^ swizzle<WIDTH>(r);", ";"), ("(column ^ c)", "(column + c ^ swizzle<WIDTH>(r))")],
+        ("t % 8;", "7 - t % 8;")),
     "the mask from the key": ("03.1", [("column <= row + Nk - Nq", "column + Nq - Nk <= row")],
                               ("seen = column < Nk", "seen = column + 1 < Nk")),
     "the mask without a difference": ("03.2", [("key <= query + Nk - Nq", "key + Nq <= query + Nk")],
@@ -236,3 +251,23 @@ def test_a_right_answer_with_a_slip_s_text_and_a_mistake_elsewhere_gets_no_remar
     assert check(id, right).verdict == "passed", check(id, right)
     report = check(id, changed_in(right, mistake))
     assert report.verdict == "wrong" and not any(line.startswith(OPENINGS) for line in report.lines), report
+
+
+# No hidden agreement.
+
+PYTHON = [id for id, task in TASKS.items() if isinstance(task, Exercise | Puzzle) and task.path.suffix == ".py"]
+
+
+@pytest.mark.parametrize("id", PYTHON)
+def test_the_sheet_names_what_can_be_used_and_nothing_of_the_solution(id):
+    task = TASKS[id]
+    if reason := catalogue.unavailable(task.number):
+        pytest.skip(reason)
+    head = " ".join(line.removeprefix("#").strip() for line in skeleton.text(task).split("import")[0].splitlines())
+    listed = re.search(r"everything that is defined there(?:, such as ([^.]*))?\.", head)
+    names = (listed[1] or "").split(", ") if listed[1] else []
+    module = importlib.import_module(f"steps.{task.file.removesuffix('.py').replace('/', '.')}")
+    function = answer.top_level(ast.parse(task.path.read_text()), task.function)
+    stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    assert all(hasattr(module, name) for name in names), names
+    assert not {*names} & (stored | {a.arg for a in function.args.args}), names

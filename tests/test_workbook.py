@@ -752,7 +752,7 @@ COMPILATION = "at 4:11:\ndef mask(S, i, j, Nq, Nk):\n    ...\n           ^\nName
 # What Numba and Triton say when they compile for a GPU, what the answer to it contains, and what it does not.
 COMPILED = {
     "a line of Numba's": ("01.3", "TypingError", TYPING, ("line 3:", "Unknown attribute 'size2'"), "/tmp"),
-    "a name of Numba's": ("01.3", "TypingError", UNDEFINED, ("line 5:", "delta_i = delta", "'delta_i' is not"), "/tmp"),
+    "a name of Numba's": ("01.3", "TypingError", UNDEFINED, ("line 9:", "delta_i = delta", "'delta_i' is not"), "/tmp"),
     "Triton's": ("03.1", "CompilationError", COMPILATION, ("line 5:", "NameError('colum is"), "at 4"),
     "Triton's of a kernel": ("03.capstone.1", "CompilationError", COMPILATION.replace("mask(S", "forward_kernel(q"),
                              ("line 12:", "NameError('colum is"), "at 4"),

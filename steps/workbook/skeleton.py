@@ -55,15 +55,21 @@ def _comment(lines, mark):
 
 
 def _used(task):
-    """The functions and constants of its file that the stage's own function uses, as the end of a sentence."""
+    """The functions and constants of its file that the stage's own function uses, as the end of a sentence.
+
+    None of them is a name that the function gives to something of its own: that would give the solution away.
+    """
     if task.path.suffix != ".py":
         return ""
     tree = ast.parse(task.path.read_text())
-    names = {node.id for node in ast.walk(top_level(tree, task.function)) if isinstance(node, ast.Name)}
+    own = top_level(tree, task.function)
+    names = [node for node in ast.walk(own) if isinstance(node, ast.Name)]
+    local = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {a.arg for a in own.args.args}
     there = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
-    there += [t.id for n in tree.body if isinstance(n, ast.Assign) for t in ast.walk(n) if isinstance(t, ast.Name)]
+    assigned = [target for n in tree.body if isinstance(n, ast.Assign) for target in n.targets]
+    there += [t.id for target in assigned for t in ast.walk(target) if isinstance(t, ast.Name)]
     there += [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-    used = sorted(names & set(there))
+    used = sorted({node.id for node in names} & set(there) - local)
     return f", such as {', '.join(used)}" if used else ""
 
 
