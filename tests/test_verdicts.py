@@ -23,7 +23,7 @@ from steps.workbook import (
     solution,
 )
 from steps.workbook.answer import Answer
-from steps.workbook.exercises import Exercise, Puzzle
+from steps.workbook.exercises import Exercise, Hunt, Puzzle
 
 TASKS = exercises.load()
 EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise)}
@@ -271,3 +271,81 @@ def test_the_sheet_names_what_can_be_used_and_nothing_of_the_solution(id):
     stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     assert all(hasattr(module, name) for name in names), names
     assert not {*names} & (stored | {a.arg for a in function.args.args}), names
+
+
+# What hints of hunts say to try, at the sizes that they name: (words of the hint, a test that does it).
+TYPED_IN = {
+    "00.bug1": ("40 tokens of head_dim 40 and with v = torch.eye(40)[None, None]", """
+def test(forward):
+    q, k = torch.randn(2, 1, 1, 40, 40, generator=torch.Generator().manual_seed(0))
+    v = torch.eye(40)[None, None]
+    out, lse = forward(q, k, v, causal=True)
+    assert not out.triu(1).any()
+"""),
+    "02.bug1": ('with emulator.schedule(threads="reverse")', """
+from reference import attention
+from steps.step02_fa2_cuda import emulator
+
+def test(forward):
+    q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    with emulator.schedule(threads="reverse"):
+        out, lse = forward(q, k, v)
+    assert (lse - attention.forward(q, k, v)[1]).abs().max() < 1e-4
+"""),
+    "02.bug3": ("With 128 keys and v = torch.eye(128)[None, None].bfloat16()", """
+from reference import attention
+
+def test(forward):
+    q, k = torch.randn(2, 1, 1, 128, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    v = torch.eye(128)[None, None].bfloat16()
+    out, lse = forward(q, k, v)
+    assert (out - attention.forward(q, k, v)[0])[..., 64].abs().max() < 0.01
+"""),
+    "04.bug1": ('`Layout("zigzag", S, 4, causal=True).work(me, src)`', """
+from steps.step04_ring import Layout
+
+def test(gradients):
+    none = [S for S in (64, 6) for me in range(4) for src in range(4)
+            if Layout("zigzag", S, 4, causal=True).work(me, src) is None]
+    assert {*none} == {6}
+    q, k, v, dout = torch.randn(4, 1, 1, 6, 8)
+    gradients(q, k, v, dout, causal=True)
+"""),
+}  # fmt: skip
+HUNTS = {id: task for id, task in TASKS.items() if isinstance(task, Hunt)}
+
+
+@pytest.mark.parametrize("id", TYPED_IN)
+def test_what_a_hunt_s_hint_says_to_try_shows_the_fault(id, my):
+    runnable(HUNTS[id])
+    words, text = TYPED_IN[id]
+    assert words in "\n".join(HUNTS[id].hints)
+    report = check(id, f"import torch\n{text}", cause=HUNTS[id].cause)
+    assert report.verdict == "passed", report
+
+
+def test_each_line_of_code_in_the_hints_of_hunts_has_been_typed_in():
+    """A name alone is no code."""
+    for id, task in HUNTS.items():
+        for code in re.findall(r"`([^`]*)`|(torch\.[\w.]+\()", "\n".join(task.hints[:2])):
+            if re.search(r"\W", "".join(code)):
+                typed = TYPED_IN[id][1]
+                assert "".join(code) in typed or all(part in typed for part in re.split(r"\bS\b", "".join(code))), code
+
+
+@pytest.mark.parametrize("cause, verdict, words", [
+    ("B", "passed", "the cause: the causal mask"),
+    (" b ", "passed", "the cause: the causal mask"),
+    ("A", "wrong", "The test is right. WRONG: the cause is not 'A'"),
+    ("e", "wrong", "The test is right. There is no cause 'e'. The cause is one of these:"),
+    ("", "blank", "The test is right. Still to be answered"),
+])  # fmt: skip
+def test_the_letter_of_a_cause_is_read_as_a_reader_means_it(cause, verdict, words, my):
+    text = f'import torch\nCAUSE = "{cause}"\n{TYPED_IN["00.bug1"][1]}'
+    report = check("00.bug1", text)
+    assert report.verdict == verdict and report.lines[0].startswith(words), report
+
+
+def test_a_wrong_test_is_told_apart_from_a_wrong_cause(my):
+    report = check("00.bug1", "import torch\n" + TYPED_IN["00.bug1"][1].replace("causal=True", "causal=False"))
+    assert report.lines[0].startswith("The test is not right. WRONG: fails on the repaired kernel too"), report

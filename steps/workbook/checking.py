@@ -171,12 +171,13 @@ def _hunt(task, text, job):
     verdict, lines = "error", bad
     if good and fails and not bad:
         verdict, *told = _judge_cause(task, job["cause"])
-        lines = [f"passes on {right}", f"fails on the broken kernel: {fails}", *told]
+        lines = [*told, f"the test passes on {right}", f"the test fails on the broken kernel: {fails}"]
     elif good and not bad:
         verdict = "wrong"
-        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(rows[-1].get("distance"))]
+        lines = ["The test is not right. WRONG: passes on the broken kernel too", f"passes on {right}"]
+        lines += _how_near(rows[-1].get("distance"))
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
-        verdict, lines = "wrong", [f"WRONG: fails on {right} too, which is right:", *bad]
+        verdict, lines = "wrong", [f"The test is not right. WRONG: fails on {right} too, which is right:", *bad]
     return verdict, lines, rows, printed
 
 
@@ -244,15 +245,18 @@ def _how_near(distance):
     return [f"There the results are off by {distance:.1e} at most: {says}."]
 
 
-def _judge_cause(task, cause):
-    """(verdict, lines of text ...) on the letter that the reader gives as the cause of a hunt."""
+def _judge_cause(task, given):
+    """(verdict, lines of text ...) on the letter that the reader gives as the cause of a hunt, in any case."""
+    cause = str(given or "").strip().lower()
     if cause == task.cause:
         return "passed", f"the cause: {task.causes[cause]}"
     listed = [f"  {letter}  {says}" for letter, says in task.causes.items()]
     if not cause:
         how = f'Write its letter as CAUSE = "" above the test, or in a notebook check("{task.id}", test, cause="").'
         return "blank", "The test is right. Still to be answered: what is the cause?", *listed, how
-    return "wrong", f"The test is right. WRONG: the cause is not {cause!r}. It is another one of these:", *listed
+    if cause not in task.causes:
+        return "wrong", f"The test is right. There is no cause {given!r}. The cause is one of these:", *listed
+    return "wrong", f"The test is right. WRONG: the cause is not {given!r}. It is another one of these:", *listed
 
 
 def _ending(rows, how, task, text, lines, limit):
