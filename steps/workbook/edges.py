@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from reference import cases
+from reference import cases, error
 from steps import engine
 from steps.workbook import differences
 
@@ -39,6 +39,31 @@ def nan(job, supports, results):
         x[row] = want.value[name][row].to(x.dtype)
     wrong = differences.lines(got, want)
     return ["A NaN in one row of q may not change another row:", *wrong] if wrong else []
+
+
+def minus_infinity(job, supports, results):
+    """Scores of -inf count as if their keys were hidden: the first half of all keys, or all keys of one row."""
+    case = next(case for case in cases.CASES if case.name == "ragged")
+    x = cases.build(case, supports, supports["dtypes"][0], engine.device)
+    x.q[..., 0], x.k[..., 0] = 1, 1
+    half = x.k.shape[2] // 2
+
+    def expected(head, seen):
+        q, k, v = x.q[:, head, None], x.k[:, head, None, seen], x.v[:, head, None, seen]
+        return error.expected(q, k, v, q)
+
+    want = expected(0, slice(half, None)), expected(1, slice(None))
+    x.k[:, 0, :half, 0] = -math.inf
+    x.q[0, 1, 3, 0] = -math.inf
+    got, lines = results(case, x, None), []
+    if (got["out"][0, 1, 3] != 0).any() or got["lse"][0, 1, 3] != -math.inf:
+        lines = ["Row 3 of head 1 has no score but -inf: its out has to be 0, and its lse -inf, as in a masked row."]
+    for name, y in got.items():
+        y[0, 1, 3] = want[1].value[name][0, 0, 3].to(y.dtype)
+    for h, says in ((0, "the first half of its keys has scores of -inf"), (1, "one row has scores of -inf")):
+        wrong = differences.lines({name: y[:, h : h + 1] for name, y in got.items()}, want[h])
+        lines += [f"Head {h}, where {says}:", *wrong] if wrong else []
+    return lines
 
 
 def many_tiles(job, supports, results):
@@ -88,6 +113,7 @@ def merge(job, supports, results):
 
 
 EDGES = {
+    "minus_infinity": ("scores of -inf count as masked", minus_infinity),
     "nan": ("a NaN in q stays in its row", nan),
     "many_tiles": ("24 tiles of keys in float16", many_tiles),
     "merge": ("lse of -inf, and far from 0", merge),

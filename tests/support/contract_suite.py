@@ -143,11 +143,13 @@ class Contract:
         k[1, 1, half:, 0] = -math.inf  # the last keys, where a kernel may begin
         got = dict(zip(("out", "lse"), self.forward(q, k, v, every_rung), strict=True))
         for row in ((1, 0, 5), (0, 1)):
-            assert (got["out"][row] == 0).all() and (got["lse"][row] == -math.inf).all()
+            masked = (got["out"][row] == 0).all() and (got["lse"][row] == -math.inf).all()
+            assert masked, "a row whose scores are all -inf is as one that sees no key: out is 0, and lse -inf"
         for b, seen in ((0, slice(half, None)), (1, slice(half))):
             one = slice(b, b + 1), slice(b, b + 1)
             want = error.expected(q[one], *(x[one][:, :, seen] for x in (k, v)), q[one])
-            assert not error.failures({name: x[one] for name, x in got.items()}, want)
+            bad = error.failures({name: x[one] for name, x in got.items()}, want)
+            assert not bad, f"keys whose scores are -inf have to count as masked ones: (error, tolerance) = {bad}"
 
     def test_a_kernel_alone_has_the_default_scale(self, every_rung):
         forward, backward = self.kernels(every_rung)
@@ -166,7 +168,8 @@ class Contract:
         q, k, v = (x[:1, :1, :1, :D] for x in self.example(rung=rung))
         got = self.results(q, k, v, rung)
         want = error.expected(q, k, v, torch.ones_like(q))
-        assert not error.failures(got, want) and (got["dv"] == 1).all()
+        bad = error.failures(got, want)
+        assert not bad and (got["dv"] == 1).all(), f"one query and one key: out is v, and dv is dout; {bad}"
 
     @pytest.mark.parametrize("sizes", [(0, 2, 3, 3), (1, 0, 3, 3), (1, 2, 0, 3), (1, 2, 3, 0)], ids=str)
     def test_results_of_no_number_have_their_shapes_and_dtypes(self, every_rung, sizes):
@@ -193,7 +196,8 @@ class Contract:
         first, other, second = [self.results(*tensors, every_rung, causal=True) for tensors in calls]
         assert not torch.equal(first["out"], other["out"])
         for name in self.bit_equal(first, every_rung):
-            assert torch.equal(first[name], second[name]), name
+            same = torch.equal(first[name], second[name])
+            assert same, f"the same call gives another {name}: is something read that an earlier call has left?"
 
     def bit_equal(self, results, rung):
         """Those of the results that are bit-equal from run to run."""
@@ -251,7 +255,8 @@ class Contract:
         q, k, v, dout = torch.randn(4, 1, 1, 8, 32, dtype=dtype, device=engine.device)
         out, lse = forward(3e5 * q, 3e5 * k, v)
         lower = torch.nextafter(lse, torch.full_like(lse, -math.inf))
-        assert all(grad.isfinite().all() for grad in backward(dout, 3e5 * q, 3e5 * k, v, out, lower))
+        finite = all(grad.isfinite().all() for grad in backward(dout, 3e5 * q, 3e5 * k, v, out, lower))
+        assert finite, "rounding makes a P larger than 1, even infinite: let no exponent of the backward be above 0"
 
     def kernels(self, rung):
         """The rung's (forward, backward) without the stage's checks and copies."""
@@ -337,7 +342,7 @@ class Contract:
         dtype = next((dtype for dtype in own["dtypes"] if dtype.itemsize == 2), own["dtypes"][0])
         x = cases.build(case, {name: y for name, y in own.items() if name != "layouts"}, dtype, engine.device)
         bad = error.failures(self.outputs(case, x, every_rung), x.expected())
-        assert not bad, bad
+        assert not bad, f"{extremes}: (error, tolerance) = {bad}"
 
     def test_results_without_memory_are_like_real_ones(self):
         """In every dtype: the fake results that torch.compile plans with."""
