@@ -167,6 +167,17 @@ def test_a_slip_s_text_alone_makes_no_remark(id, slip):
     assert given.text not in tried and (tried or not isinstance(slip.get("repair"), str)), "the repair finds its place"
 
 
+def test_of_several_slips_at_once_those_are_named_that_are_needed():
+    """The answer passes only if two of three are repaired."""
+
+    def passes(other, **options):
+        return "m[i + r]" not in other.text and "l[i + r]" not in other.text
+
+    given = Answer("def online_update(S, l, m):\n    S[0] = m[i + r] + l[i + r] + old[0, i + r]\n", "your text")
+    told = slips.remarks(EXERCISES["01.1"], given, [], passes)
+    assert [line.split("`")[1] for line in told] == ["m[i + r]", "l[i + r]"]
+
+
 def changed_in(text, *edits):
     for old, new in edits:
         assert old in text, old
