@@ -3,6 +3,7 @@
 import functools
 import shutil
 import tempfile
+import time
 
 from steps import catalogue, engine, places
 from steps.workbook import answer as answers
@@ -114,12 +115,14 @@ def _exercise(task, text, job):
     fields = "function", "rung", "cases", "order", "tile", "threads", "masks", "edges"
     job |= {name: getattr(task, name) for name in fields}
     job |= {"kind": "exercise", "own": answers.plain_source(task)}
+    began = time.monotonic()
     for on in _engines(task):
         verdict, lines, rows, printed = judged(task, text, job, spliced.lines, on)
         if verdict != "passed":
             break
     names = rows[-1].get("equals", []) if rows else []
-    if verdict != "passed" and len(names) != 1:  # The results do not say which mistake it is; the text may.
+    in_time = time.monotonic() - began < job["limit"]
+    if verdict != "passed" and in_time and len(names) != 1:  # The results do not say which mistake it is; the text may.
         lines += slips.remarks(task, text, rows, functools.partial(_passes, task, job, on))
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, job["limit"])

@@ -130,7 +130,10 @@ def _pattern(old):
 
 def _with_first(text, task, first):
     """A Python answer with these lines at the beginning of its function."""
-    function = top_level(ast.parse(text), task.function)
+    try:
+        function = top_level(ast.parse(text), task.function)
+    except SyntaxError:  # Another repair does not fit to this answer.
+        return text
     body = function.body[0 if ast.get_docstring(function) is None else 1 :]
     if not body:
         return text
