@@ -266,17 +266,23 @@ def test_a_right_answer_with_a_slip_s_text_and_a_mistake_elsewhere_gets_no_remar
 
 # No hidden agreement.
 
-PYTHON = [id for id, task in TASKS.items() if isinstance(task, Exercise | Puzzle) and task.path.suffix == ".py"]
+WRITTEN = {id: task for id, task in TASKS.items() if isinstance(task, Exercise | Puzzle)}
 
 
-@pytest.mark.parametrize("id", PYTHON)
+@pytest.mark.parametrize("id", WRITTEN)
 def test_the_sheet_names_what_can_be_used_and_nothing_of_the_solution(id):
-    task = TASKS[id]
+    task = WRITTEN[id]
     if reason := catalogue.unavailable(task.number):
         pytest.skip(reason)
-    head = " ".join(line.removeprefix("#").strip() for line in skeleton.text(task).split("import")[0].splitlines())
+    mark = "#" if task.path.suffix == ".py" else "//"
+    head = " ".join(line.removeprefix(mark).strip() for line in skeleton.text(task).splitlines())
     listed = re.search(r"everything that is defined there(?:, such as ([^.]*))?\.", head)
-    names = (listed[1] or "").split(", ") if listed[1] else []
+    names = listed[1].split(", ") if listed[1] else []
+    if mark == "//":
+        own = str(solution(id))
+        assert all(re.search(rf"\b{name}\b", task.path.read_text().replace(own, "")) for name in names), names
+        assert not any(re.search(rf"\b(int|float|auto|bool) &?{name}\b", own) for name in names), names
+        return
     module = importlib.import_module(f"steps.{task.file.removesuffix('.py').replace('/', '.')}")
     function = answer.top_level(ast.parse(task.path.read_text()), task.function)
     stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}

@@ -4,6 +4,7 @@ Their signatures and docstrings are taken from the stage's own files, so that th
 """
 
 import ast
+import re
 import textwrap
 
 from steps.workbook import exercises
@@ -60,7 +61,8 @@ def _used(task):
     None of them is a name that the function gives to something of its own: that would give the solution away.
     """
     if task.path.suffix != ".py":
-        return ""
+        used = sorted(_constants(task.path.read_text(), task.function))
+        return f", such as {', '.join(used)}" if used else ""
     tree = ast.parse(task.path.read_text())
     own = top_level(tree, task.function)
     names = [node for node in ast.walk(own) if isinstance(node, ast.Name)]
@@ -71,6 +73,14 @@ def _used(task):
     there += [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
     used = sorted({node.id for node in names} & set(there) - local)
     return f", such as {', '.join(used)}" if used else ""
+
+
+def _constants(source, function):
+    """The names that a CUDA function uses of those that are known when its file is compiled."""
+    lines, span = source.splitlines(), cuda_span(source, function)
+    own, rest = ("\n".join(part) for part in (lines[span], lines[: span.start] + lines[span.stop :]))
+    there = {"D", "Br", "Bc", *re.findall(r"^(?:constexpr \w+|#define|using) (\w+)", rest, re.M)}
+    return there & {*re.findall(r"\w+", re.sub("//.*", "", own))}
 
 
 def _python(task):
