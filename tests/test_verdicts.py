@@ -227,13 +227,13 @@ def merge(out, lse, out_block, lse_block):
     lse.copy_(m + (old + new).log())
 """
 # Right answers that contain the text of a slip, and a mistake elsewhere: (exercise, edits of the stage's own function
-# that leave it right, or another right answer; the edit that makes it wrong).
+# that leave it right, or another right answer or a function that makes it; the edit that makes it wrong).
 INNOCENT = {
     "a small number that divides": ("00.1", [("torch.where(l == 0, 0, E / l)", "E / l.clamp(min=1e-30)")],
                                     ("E / l.clamp", "1.1 * E / l.clamp")),
     "triu": ("00.3", [("S.masked_fill(col > row, -math.inf)", "S.masked_fill(torch.ones(S.shape[-2:], "
                        "dtype=torch.bool).triu(1 + shift + i - j), -math.inf)")], ("shift + i - j", "shift + j - i")),
-    "a guard in the loop": ("01.1", guarded(), ("l_old * alpha / l_new", "l_old * beta / l_new")),
+    "a guard in the loop": ("01.1", guarded, ("l_old * alpha / l_new", "l_old * beta / l_new")),
     "a helper that stores": ("01.2", HELPER, ("alpha[r] * l[r] +", "m_new * l[r] +")),
     "while": ("01.3", WHILE, ("V_j, c, D)", "V_j, c, Bc)")),
     "powers of 2": ("02.1", [("expf(S[j * Br] - m_new)", "exp2f((S[j * Br] - m_new) * 1.4426950408889634f)")],
@@ -258,7 +258,7 @@ QUICK = "triu", "powers of 2", "a declaration"
 def test_a_right_answer_with_a_slip_s_text_and_a_mistake_elsewhere_gets_no_remark(name, my):
     id, right, mistake = INNOCENT[name]
     runnable(EXERCISES[id])
-    right = right if isinstance(right, str) else changed_in(str(solution(id)), *right)
+    right = right() if callable(right) else right if isinstance(right, str) else changed_in(str(solution(id)), *right)
     assert check(id, right).verdict == "passed", check(id, right)
     report = check(id, changed_in(right, mistake))
     assert report.verdict == "wrong" and not any(line.startswith(OPENINGS) for line in report.lines), report
