@@ -32,6 +32,7 @@ from steps.step04_ring.agree import go_round
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
+from steps.workbook.edges import MERGES
 from support import races
 from support.contract_suite import Contract
 from support.ranks import (
@@ -115,20 +116,9 @@ def test_every_visible_pair_is_computed_once(kind, S, N, causal):
 # Merge.
 
 
-@pytest.mark.parametrize(
-    "lse, lse_block, want, want_lse",
-    [
-        (-math.inf, -math.inf, 1, -math.inf),  # nothing seen on either side: what was there stays
-        (-math.inf, 1.0, 2, 1.0),
-        (1.0, -math.inf, 1, 1.0),
-        (1e4, 1e4, 1.5, 1e4 + math.log(2)),  # exp(1e4) would be inf
-        (-1e4, -1e4, 1.5, -1e4 + math.log(2)),
-        (1e4, -1e4, 1, 1e4),
-        (-1e4, 1e4, 2, 1e4),
-    ],
-)
+@pytest.mark.parametrize("lse, lse_block, want, want_lse", MERGES)
 def test_merge_at_the_edges(lse, lse_block, want, want_lse):
-    out, lse = torch.full((1, 1), 1.0), torch.tensor([lse])
+    out, lse = torch.full((1, 1), 0.0 if lse == -math.inf else 1.0), torch.tensor([lse])
     merge(out, lse, torch.full((1, 1), 2.0), torch.tensor([lse_block]))
     assert out.item() == pytest.approx(want, abs=1e-3)
     assert lse.item() == pytest.approx(want_lse, rel=1e-6)

@@ -287,7 +287,8 @@ for name, loads, products in (("dot", 2, 1), ("a patch of 8 x 8", 16, 64)):
 # dS = P (dP - delta), as in notebook 00.
 #
 # dO_i is (Br, D), V_j (Bc, D), delta (heads, Nq) in device memory. The tile's row r is `delta[head, i + r]`, if
-# delta has it. The threads divide the tile among themselves, as in `show("fwd_0_published", "scores")`.
+# delta has it. The threads divide the tile among themselves, as in `show("fwd_0_published", "scores")`. There is no
+# barrier before: a thread may read only those entries of P that it has written itself.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)

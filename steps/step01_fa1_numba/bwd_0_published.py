@@ -145,7 +145,11 @@ def probabilities(P, Q_i, K_j, lse, head, i, j, Nk, Bc, D, causal, scale):
 
 @cuda.jit(device=True)
 def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
-    """dS (Br, Bc) = P * (dO_i V_j^T - delta_i), and 0 in rows beyond the last query."""
+    """dS (Br, Bc) = P * (dO_i V_j^T - delta_i), and 0 in rows beyond the last query.
+
+    There is no barrier before it, so a thread may read only those entries of P that it has written itself: in the rows
+    threadIdx.y, threadIdx.y + blockDim.y, ... the columns threadIdx.x, threadIdx.x + blockDim.x, ...
+    """
     for r in range(cuda.threadIdx.y, P.shape[0], cuda.blockDim.y):
         delta_i = delta[head, i + r] if i + r < delta.shape[1] else ZERO
         for c in range(cuda.threadIdx.x, Bc, cuda.blockDim.x):

@@ -1,13 +1,13 @@
 """`check`, `hint` and `solution`, the three functions that a reader calls."""
 
 import functools
-import re
 import shutil
 import tempfile
+import time
 
 from steps import catalogue, engine, places
 from steps.workbook import answer as answers
-from steps.workbook import exercises, runner, skeleton, splice
+from steps.workbook import exercises, runner, skeleton, slips, splice
 from steps.workbook.answer import Problem
 from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
@@ -112,16 +112,18 @@ def judged(task, text, job, lines, on=None):
 
 def _exercise(task, text, job):
     spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
-    fields = "function", "rung", "cases", "order", "tile", "threads", "masks"
+    fields = "function", "rung", "cases", "order", "tile", "threads", "masks", "edges"
     job |= {name: getattr(task, name) for name in fields}
     job |= {"kind": "exercise", "own": answers.plain_source(task)}
+    began = time.monotonic()
     for on in _engines(task):
         verdict, lines, rows, printed = judged(task, text, job, spliced.lines, on)
         if verdict != "passed":
             break
     names = rows[-1].get("equals", []) if rows else []
-    if verdict != "passed" and len(names) != 1:  # The results do not say which mistake it is; the text may.
-        lines += _slips(task, text, rows)
+    in_time = time.monotonic() - began < job["limit"]
+    if verdict != "passed" and in_time and len(names) != 1:  # The results do not say which mistake it is; the text may.
+        lines += slips.remarks(task, text, rows, functools.partial(_passes, task, job, on))
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, job["limit"])
         lines += cost
@@ -172,12 +174,13 @@ def _hunt(task, text, job):
     verdict, lines = "error", bad
     if good and fails and not bad:
         verdict, *told = _judge_cause(task, job["cause"])
-        lines = [f"passes on {right}", f"fails on the broken kernel: {fails}", *told]
+        lines = [*told, f"the test passes on {right}", f"the test fails on the broken kernel: {fails}"]
     elif good and not bad:
         verdict = "wrong"
-        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(rows[-1].get("distance"))]
+        lines = ["The test is not right. WRONG: passes on the broken kernel too", f"passes on {right}"]
+        lines += _how_near(rows[-1].get("distance"))
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
-        verdict, lines = "wrong", [f"WRONG: fails on {right} too, which is right:", *bad]
+        verdict, lines = "wrong", [f"The test is not right. WRONG: fails on {right} too, which is right:", *bad]
     return verdict, lines, rows, printed
 
 
@@ -189,29 +192,16 @@ def _equals(rows):
     return [last["remark"]] if last.get("remark") else []
 
 
-def _slips(task, text, rows=()):
-    """A line for each known slip: the answer contains its `text`, has no line like the one that the slip `lacks`, and
-    is wrong only in cases that have `only` in their names, as far as the slip says these.
-
-    Spaces and comments do not count. A slip's text may contain a line's end.
-    """
-    comment = r"//.*|/\*[\s\S]*?\*/" if task.path.suffix == ".cu" else "#.*"
-    lines = ["".join(line.split()) for line in re.sub(comment, "", text.text).splitlines()]
-    answer = {False: "".join(lines), True: "\n".join(["", *lines, ""])}  # whether the slip says where a line ends
-    wrong = [row["says"] for row in rows if row.get("wrong")]
-    found = []
-    for slip in task.slips:
-        text, lacks = slip.get("text", ""), slip.get("lacks")
-        about = f"Look at `{text.strip().splitlines()[0]}`" if text else "Nothing else is wrong"
-        if lacks:
-            pattern = re.escape(lacks.replace(" ", "")).replace(r"\.\.\.", ".*?")
-            about = f"There is no `{lacks}`"
-            if re.search(pattern, answer[True]):
-                continue
-        only = "only" not in slip or wrong and all(slip["only"] in says for says in wrong)
-        if only and text.replace(" ", "") in answer["\n" in text]:
-            found.append(f"{about}: {slip['says']}.")
-    return found
+def _passes(task, job, on, answer, **options):
+    """Whether another answer to the exercise passes the job; that it would be slow on a GPU does not count."""
+    with tempfile.TemporaryDirectory(prefix="steps-") as folder:
+        try:
+            splice.copy_of_steps(folder, [(task, answer)])
+        except (SyntaxError, AttributeError):  # The repair of a slip does not fit to this answer.
+            return False
+        rows, how, _ = runner.run(job | options, folder, min(job["limit"], 20), on=on)
+    failed = rows and "error" in rows[-1] and rows[-1]["error"]["type"] != "OnlyOnAGPU"
+    return how is None and not failed and not any(row.get("wrong") for row in rows)
 
 
 def _cost(task, text, limit):
@@ -258,15 +248,18 @@ def _how_near(distance):
     return [f"There the results are off by {distance:.1e} at most: {says}."]
 
 
-def _judge_cause(task, cause):
-    """(verdict, lines of text ...) on the letter that the reader gives as the cause of a hunt."""
+def _judge_cause(task, given):
+    """(verdict, lines of text ...) on the letter that the reader gives as the cause of a hunt, in any case."""
+    cause = str(given or "").strip().lower()
     if cause == task.cause:
         return "passed", f"the cause: {task.causes[cause]}"
     listed = [f"  {letter}  {says}" for letter, says in task.causes.items()]
     if not cause:
         how = f'Write its letter as CAUSE = "" above the test, or in a notebook check("{task.id}", test, cause="").'
         return "blank", "The test is right. Still to be answered: what is the cause?", *listed, how
-    return "wrong", f"The test is right. WRONG: the cause is not {cause!r}. It is another one of these:", *listed
+    if cause not in task.causes:
+        return "wrong", f"The test is right. There is no cause {given!r}. The cause is one of these:", *listed
+    return "wrong", f"The test is right. WRONG: the cause is not {given!r}. It is another one of these:", *listed
 
 
 def _ending(rows, how, task, text, lines, limit):

@@ -66,12 +66,11 @@ class Exercise(Task):
     for a function whose results are right, but which takes more than the stage's own. `counted` is a key of
     checking.COUNTED: wavefronts of shared memory, or additions to global memory.
     note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
-    file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
-    that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a
-    failure `says` so where the answer contains the `text`, and no line like the one that it `lacks`, in which ... is
-    anything, and only cases with `only` in their names are wrong. engine: the one that it always runs on; by
-    default the one that is in force, and for CUDA C++ the emulation before it. masks: whether the function itself hides
-    scores; only then are its results compared with mistakes in a mask.
+    file. like = [file, function] names a function of the stage that the file shows as an example. slips are known
+    mistakes that no mutant equals, because they read memory that nobody wrote or do not exist as an address; slips.py
+    explains their keys. engine: the one that it always runs on; by default the one that is in force, and for CUDA C++
+    the emulation before it. masks: whether the function itself hides scores; only then are its results compared with
+    mistakes in a mask. edges are names in edges.py: what the function has to hold beside the cases.
     """
 
     function: str
@@ -89,6 +88,7 @@ class Exercise(Task):
     slips: list = field(default_factory=list)
     engine: str | None = None
     masks: bool = False
+    edges: list = field(default_factory=list)
 
     @property
     def mine_name(self):

@@ -18,7 +18,7 @@ import torch
 from reference import attention, cases, error, mutants
 from steps import engine
 from steps.workbook import capstone as steps_of_capstone
-from steps.workbook import differences, one_rung, parts, puzzles
+from steps.workbook import differences, edges, one_rung, parts, puzzles
 from steps.workbook.listing import edited
 
 # Behind a case's name: the case is run by `_of_chunks`, in this order of the chunks.
@@ -41,7 +41,7 @@ def exercise(job, tell):
         importlib.import_module(job["module"]).THREADS = tuple(job["threads"])
     all_cases = [case for case, _, lacks in cases.select(supports, engine.name == "cuda") if not lacks]
     asks_for_parts = job["function"] == "visible_part"
-    tell(cases=len(job["cases"]) + asks_for_parts, of=len(all_cases))
+    tell(cases=len(job["cases"]) + len(job["edges"]) + asks_for_parts, of=len(all_cases))
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
     products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
@@ -52,7 +52,12 @@ def exercise(job, tell):
         tell(says=parts.SAYS, wrong=wrong)
         if wrong:  # What a ring makes of it would add nothing.
             return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found])
-    for case, inputs, want in _cases(job, supports):
+
+    def asked():
+        yield from _cases(job, supports)
+        yield from () if failed else _cases(edges.further_cases(job), supports)
+
+    for case, inputs, want in asked():
         says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
         tell(running=says)
         if products:
@@ -64,6 +69,13 @@ def exercise(job, tell):
         failed |= bool(wrong)
         if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
             rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
+    for says, judge in [] if failed else edges.of(job):
+        tell(running=says)
+        if products:
+            products.bits = 16 if judge is edges.many_tiles else 32
+        wrong = judge(job, supports, lambda *case: _results(stage, job, *case))
+        tell(says=says, wrong=wrong)
+        failed |= bool(wrong)
     found = mutants.diagnose(rows, job["order"] or supports["order"])
     of_the_mask = [m for m in found if m.concerns_the_mask]
     if not job["masks"]:  # A function that hides nothing cannot make such a mistake.
@@ -88,7 +100,8 @@ def as_on_a_gpu(job):
 
     importlib.import_module("steps.step03_triton.memcheck").watch_every_kernel()
     interpreted.faster()
-    interpreted.contract()
+    if job.get("contract", True):
+        interpreted.contract()
     return interpreted.Products(job["folder"])
 
 

@@ -4,6 +4,7 @@ Their signatures and docstrings are taken from the stage's own files, so that th
 """
 
 import ast
+import re
 import textwrap
 
 from steps.workbook import exercises
@@ -55,16 +56,31 @@ def _comment(lines, mark):
 
 
 def _used(task):
-    """The functions and constants of its file that the stage's own function uses, as the end of a sentence."""
+    """The functions and constants of its file that the stage's own function uses, as the end of a sentence.
+
+    None of them is a name that the function gives to something of its own: that would give the solution away.
+    """
     if task.path.suffix != ".py":
-        return ""
+        used = sorted(_constants(task.path.read_text(), task.function))
+        return f", such as {', '.join(used)}" if used else ""
     tree = ast.parse(task.path.read_text())
-    names = {node.id for node in ast.walk(top_level(tree, task.function)) if isinstance(node, ast.Name)}
+    own = top_level(tree, task.function)
+    names = [node for node in ast.walk(own) if isinstance(node, ast.Name)]
+    local = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {a.arg for a in own.args.args}
     there = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
-    there += [t.id for n in tree.body if isinstance(n, ast.Assign) for t in ast.walk(n) if isinstance(t, ast.Name)]
+    assigned = [target for n in tree.body if isinstance(n, ast.Assign) for target in n.targets]
+    there += [t.id for target in assigned for t in ast.walk(target) if isinstance(t, ast.Name)]
     there += [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-    used = sorted(names & set(there))
+    used = sorted({node.id for node in names} & set(there) - local)
     return f", such as {', '.join(used)}" if used else ""
+
+
+def _constants(source, function):
+    """The names that a CUDA function uses of those that are known when its file is compiled."""
+    lines, span = source.splitlines(), cuda_span(source, function)
+    own, rest = ("\n".join(part) for part in (lines[span], lines[: span.start] + lines[span.stop :]))
+    there = {"D", "Br", "Bc", *re.findall(r"^(?:constexpr \w+|#define|using) (\w+)", rest, re.M)}
+    return there & {*re.findall(r"\w+", re.sub("//.*", "", own))}
 
 
 def _python(task):

@@ -24,6 +24,7 @@ def of_rank(tokens, layout, rank):
     """(tokens, positions, labels, count) of this rank. tokens (S,) are those of the whole sequence.
 
     The first three are tensors with an entry for each of the rank's positions, in the order of layout.positions(rank).
+    The label of a token is the token that follows it in the whole sequence. The last token has none, and gets IGNORED.
     count is a number. Every rank divides the sum of its losses by it, and the results are added up over the ranks.
     """
     mine = layout.positions(rank)
