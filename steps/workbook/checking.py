@@ -12,7 +12,7 @@ from steps.workbook.answer import Problem
 from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
 from steps.workbook.listing import show
-from steps.workbook.outcome import Report, case_lines
+from steps.workbook.outcome import Report, in_full_once, why
 
 LIMIT = 60  # seconds for one check
 # What the emulation counts, by the name that `counted` of an exercise gives it, and how a report tells it. A wavefront
@@ -107,21 +107,21 @@ def judged(task, text, job, lines, on=None):
     shown = [row for row in rows if "wrong" in row and (not steps or row["step"] == steps[-1])]
     bad = _ending(rows, how, task, text, lines, job["limit"])
     verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
-    return verdict, [*(line for row in shown for line in case_lines(row)), *bad, *_equals(rows)], rows, printed
+    return verdict, [*why(rows), *in_full_once(shown), *bad], rows, printed
 
 
 def _exercise(task, text, job):
     spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
-    fields = "function", "rung", "cases", "order", "tile", "threads", "masks"
+    fields = "id", "function", "rung", "cases", "order", "tile", "threads", "masks"
     job |= {name: getattr(task, name) for name in fields}
-    job |= {"kind": "exercise", "own": answers.plain_source(task)}
+    job |= {"kind": "exercise", "own": answers.plain_source(task), "file": task.file, "original": task.path.read_text()}
     for on in _engines(task):
         verdict, lines, rows, printed = judged(task, text, job, spliced.lines, on)
         if verdict != "passed":
             break
     names = rows[-1].get("equals", []) if rows else []
     if verdict != "passed" and len(names) != 1:  # The results do not say which mistake it is; the text may.
-        lines += _slips(task, text, rows)
+        lines = _slips(task, text, rows) + lines
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, job["limit"])
         lines += cost
@@ -179,14 +179,6 @@ def _hunt(task, text, job):
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict, lines = "wrong", [f"WRONG: fails on {right} too, which is right:", *bad]
     return verdict, lines, rows, printed
-
-
-def _equals(rows):
-    """The line about the mistakes that the results equal, or what else is told of them, from the job's last row."""
-    last = rows[-1] if rows else {}
-    if last.get("equals"):
-        return ["This equals what you get when " + ", or when ".join(last["equals"]) + "."]
-    return [last["remark"]] if last.get("remark") else []
 
 
 def _slips(task, text, rows=()):

@@ -5,6 +5,7 @@ tell(name=value, ...) reports one row of results.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import math
@@ -18,7 +19,7 @@ import torch
 from reference import attention, cases, error, mutants
 from steps import engine
 from steps.workbook import capstone as steps_of_capstone
-from steps.workbook import differences, one_rung, parts, puzzles
+from steps.workbook import differences, first_difference, one_rung, parts, puzzles
 from steps.workbook.listing import edited
 
 # Behind a case's name: the case is run by `_of_chunks`, in this order of the chunks.
@@ -33,7 +34,8 @@ class WrongReturn(Exception):
 def exercise(job, tell):
     """Runs the exercise's cases.
 
-    Tells the name of each case before it runs, what is wrong and where after it, and the diagnosis last.
+    Tells the name of each case before it runs, what is wrong and where after it, and the diagnosis last: the mistakes
+    that the results equal, and the first call of the function that differs from the stage's own.
     """
     stage = one_rung.stage(job["stage"])
     supports = one_rung.supports_of(stage, job["rung"])
@@ -45,7 +47,7 @@ def exercise(job, tell):
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
     products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
-    rows, failed = [], False
+    rows, failed = [], []
     if asks_for_parts:
         tell(running=parts.SAYS)
         wrong, found = parts.judge(importlib.import_module(job["module"]))
@@ -57,11 +59,18 @@ def exercise(job, tell):
         tell(running=says)
         if products:
             products.bits = 8 * inputs.q.element_size()
-        with _find_unwritten(job["stage"]) as unwritten:
-            got = _results(stage, job, case, inputs, want)
+        run = functools.partial(_results, stage, job, case, inputs, want)
+        try:
+            with _find_unwritten(job["stage"]) as unwritten:
+                got = run()
+        except Exception as e:
+            if engine.name == "cpu" and (says := first_difference.structure(job, run)):
+                raise WrongReturn(says) from e
+            raise
         wrong = differences.lines(got, want)
         tell(says=says, wrong=wrong + unwritten if wrong else [])
-        failed |= bool(wrong)
+        if wrong:
+            failed.append((says, inputs, run, want))
         if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
             rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
@@ -71,9 +80,30 @@ def exercise(job, tell):
     elif of_the_mask:  # Where everything is NaN, mistakes elsewhere give the same.
         found = of_the_mask
     remark = mutants.remark(rows) if failed and not found else ""
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark)
+    shown = _first_difference(job, failed) if not found or of_the_mask else []
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=shown)
     if products and not failed:
         products.raise_found()
+
+
+def _first_difference(job, failed):
+    """The lines about the first call of the function that differs, in the smallest of the failed cases.
+
+    failed: (what a report calls the case, its inputs, how it is run, expected results) of each.
+    """
+    if not failed or engine.name != "cpu":  # On a GPU a kernel's function cannot be called from here.
+        return []
+    says, inputs, run, want = min(failed, key=_simplest)
+    if job["id"] == "04.1":  # The ranks of a ring are processes of their own.
+        merge = importlib.import_module(job["module"])
+        run = lambda: _of_chunks(merge.merge, inputs, last_first=says.endswith(LAST_FIRST))  # noqa: E731
+    return first_difference.explain(job, says, run, lambda results: not error.failures(results, want))
+
+
+def _simplest(failed):
+    """What failed cases are sorted by: ordinary scores and several queries come first, then few numbers."""
+    _, inputs, _, want = failed
+    return mutants._largest_lse(want) > 50, inputs.q.shape[2] == 1, inputs.q.numel()
 
 
 def as_on_a_gpu(job):
