@@ -47,13 +47,13 @@ def exercise(job, tell):
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
     products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
-    rows, failed = [], []
+    rows, failed, memory = [], [], []
     if asks_for_parts:
         tell(running=parts.SAYS)
         wrong, found = parts.judge(importlib.import_module(job["module"]))
         tell(says=parts.SAYS, wrong=wrong)
         if wrong:  # What a ring makes of it would add nothing.
-            return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found])
+            return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found], of_many=True)
     for case, inputs, want in _cases(job, supports):
         says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
         tell(running=says)
@@ -68,8 +68,9 @@ def exercise(job, tell):
                 raise WrongReturn(says) from e
             raise
         wrong = differences.lines(got, want)
-        tell(says=says, wrong=wrong + unwritten if wrong else [])
+        tell(says=says, wrong=wrong)
         if wrong:
+            memory += unwritten
             failed.append((says, inputs, run, want))
         if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
             rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
@@ -81,7 +82,7 @@ def exercise(job, tell):
         found = of_the_mask
     remark = mutants.remark(rows) if failed and not found else ""
     shown = _first_difference(job, failed) if not found or of_the_mask else []
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=shown)
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=memory[:1] + shown)
     if products and not failed:
         products.raise_found()
 

@@ -36,17 +36,14 @@ def case_lines(row):
 
 def in_full_once(rows):
     """The lines about all cases: the first one that fails in full, and each of the others in a line."""
-    lines, told = [], False
-    for row in rows:
-        lines += one_line(row) if told else case_lines(row)
-        told |= bool(row["wrong"])
-    return lines
+    first = next((row for row in rows if row["wrong"]), None)
+    return [line for row in rows for line in (case_lines(row) if row is first else one_line(row))]
 
 
 def one_line(row):
     """The case in a line, with what is wrong if there is room for it."""
     line = f"WRONG  {row['says']}: {row['wrong'][0]}" if row["wrong"] else f"ok     {row['says']}"
-    return [line if len(line) <= LONGEST else f"WRONG  {row['says']}"]
+    return [line if len(line) <= LONGEST and not line.endswith(":") else f"WRONG  {row['says']}"]
 
 
 def why(rows):
@@ -57,7 +54,7 @@ def why(rows):
     lines = []
     if last.get("equals"):
         wrong = sum(bool(row.get("wrong")) for row in rows)
-        this = "This" if wrong > 1 else "In the one case that is wrong, this"
+        this = "This" if wrong > 1 or last.get("of_many") else "In the one case that is wrong, this"
         lines = [f"{this} equals what you get when {', or when '.join(last['equals'])}."]
     elif last.get("remark"):
         lines = [last["remark"]]
