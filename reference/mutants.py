@@ -265,6 +265,7 @@ def mutant(says, sources="", among=MUTANTS):
     def register(kind):
         name = "".join("_" + c.lower() if c.isupper() else c for c in kind.__name__).lstrip("_")
         among.append(Mutant(name, says, kind, sources))
+        kind.variants = ()  # and not those of the mutant that it is made from
         return kind
 
     return register

@@ -114,7 +114,8 @@ def _exercise(task, text, job):
     spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
     fields = "id", "function", "rung", "cases", "order", "tile", "threads", "masks"
     job |= {name: getattr(task, name) for name in fields}
-    job |= {"kind": "exercise", "own": answers.plain_source(task), "file": task.file, "original": task.path.read_text()}
+    job |= {"kind": "exercise", "own": answers.plain_source(task), "file": task.file, "label": text.label}
+    job["original"] = task.path.read_text()
     for on in _engines(task):
         verdict, lines, rows, printed = judged(task, text, job, spliced.lines, on)
         if verdict != "passed":
@@ -175,7 +176,7 @@ def _hunt(task, text, job):
         lines = [f"passes on {right}", f"fails on the broken kernel: {fails}", *told]
     elif good and not bad:
         verdict = "wrong"
-        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(rows[-1].get("distance"))]
+        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(task, rows[-1].get("distance"))]
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict, lines = "wrong", [f"WRONG: fails on {right} too, which is right:", *bad]
     return verdict, lines, rows, printed
@@ -242,8 +243,10 @@ def _own_count(id, limit):
     return _count(exercises.find(id), None, limit)
 
 
-def _how_near(distance):
+def _how_near(task, distance):
     """What a test that passes on the broken kernel has missed: the right inputs, or the right comparison."""
+    if task.hangs:
+        return ["With these inputs nobody waits for ever: they do not show what is wrong."]
     if distance is None or distance == float("inf"):
         return []
     says = "it does not compare what is wrong" if distance > 1e-3 else "its inputs do not show what is wrong"

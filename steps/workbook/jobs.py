@@ -94,6 +94,10 @@ def _first_difference(job, failed):
     """
     if not failed or engine.name != "cpu":  # On a GPU a kernel's function cannot be called from here.
         return []
+    if job["stage"] == "step02_fa2_cuda":
+        from steps.workbook import probe  # It needs the emulation.
+
+        return probe.explain(job)
     says, inputs, run, want = min(failed, key=_simplest)
     if job["id"] == "04.1":  # The ranks of a ring are processes of their own.
         merge = importlib.import_module(job["module"])
