@@ -176,7 +176,8 @@ def _hunt(task, text, job):
         lines = [f"passes on {right}", f"fails on the broken kernel: {fails}", *told]
     elif good and not bad:
         verdict = "wrong"
-        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(task, rows[-1].get("distance"))]
+        near = _how_near(task, rows[-1].get("distance"))
+        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *near]
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict, lines = "wrong", [f"WRONG: fails on {right} too, which is right:", *bad]
     return verdict, lines, rows, printed
@@ -245,10 +246,10 @@ def _own_count(id, limit):
 
 def _how_near(task, distance):
     """What a test that passes on the broken kernel has missed: the right inputs, or the right comparison."""
-    if task.hangs:
-        return ["With these inputs nobody waits for ever: they do not show what is wrong."]
     if distance is None or distance == float("inf"):
         return []
+    if task.hangs:
+        return ["With these inputs nobody waits for ever: they do not show what is wrong."]
     says = "it does not compare what is wrong" if distance > 1e-3 else "its inputs do not show what is wrong"
     return [f"There the results are off by {distance:.1e} at most: {says}."]
 

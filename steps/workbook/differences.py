@@ -87,9 +87,9 @@ def relation(got, ref, tolerance):
     Where the right entry is infinite or NaN, yours has to be the same.
     """
     got, ref, finite = got.double(), ref.double(), ref.isfinite()
-    x, y = got[finite], ref[finite]
     if got.shape != ref.shape or not torch.equal(got[~finite].nan_to_num(), ref[~finite].nan_to_num()):
         return ""
+    x, y = got[finite], ref[finite]
     if len(y) < 2 or not x.isfinite().all() or not y.abs().max() > 20 * tolerance:
         return ""  # Of so few or so small numbers anything could be said.
     factor = ((x * y).sum() / (y * y).sum()).item()

@@ -144,7 +144,8 @@ class Hunt(Task):
     rung in CUDA C++; another .cu file has its launcher beside it, a module of the same name that compiles FILE. causes
     are the ones to choose from, as {letter: what it says}; `cause` is the letter of the right one. engine: the engine
     that it always runs on; by default the one that is in force. hangs: whether the fault is that somebody waits for
-    ever. subject is the function that is broken, `call` shows how a test calls it, and note is a sentence of the reader's file.
+    ever. subject is the function that is broken, `call` shows how a test calls it, and note is a sentence of the
+    reader's file.
     """
 
     symptom: str

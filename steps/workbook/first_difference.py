@@ -183,7 +183,8 @@ def _tensor(x):
 
 def _array(x):
     if isinstance(x, torch.Tensor):
-        return x.detach().cpu().numpy()
+        x = x.detach().cpu()
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
     if hasattr(x, "_item"):  # an argument of a kernel in Numba's simulator
         return x._item._ary
     if hasattr(x, "handle"):  # a tile in Triton's interpreter
@@ -196,6 +197,12 @@ def _copy(x):
     if isinstance(x, torch.Tensor):
         return x.clone()
     return np.array(_array(x)) if isinstance(x, np.ndarray) or hasattr(x, "_item") else x
+
+
+def is_changed(before, copy, given):
+    """Whether an argument is another one after the reader's call, and not after that of the stage's own function."""
+    x, own, yours = map(_tensor, (before, copy, given))
+    return x is not None and _equal(x, own) and not _equal(x, yours)
 
 
 def _equal(x, y):

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 import types
@@ -44,8 +45,7 @@ def exercise(job, tell):
     all_cases = [case for case, _, lacks in cases.select(supports, engine.name == "cuda") if not lacks]
     asks_for_parts = job["function"] == "visible_part"
     tell(cases=len(job["cases"]) + asks_for_parts, of=len(all_cases))
-    if job["own"]:
-        watch_returns(job["module"], job["function"], job["own"])
+    changed = watch_returns(job["module"], job["function"], job["own"]) if job["own"] else []
     products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
     rows, failed, memory = [], [], []
     if asks_for_parts:
@@ -82,7 +82,8 @@ def exercise(job, tell):
         found = of_the_mask
     remark = mutants.remark(rows) if failed and not found else ""
     shown = _first_difference(job, failed) if not found or of_the_mask else []
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=memory[:1] + shown)
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=memory[:1] + shown,
+         changed=changed)  # fmt: skip
     if products and not failed:
         products.raise_found()
 
@@ -243,26 +244,36 @@ def _of_chunks(merge, x, last_first):
 
 
 def watch_returns(module, name, own_text):
-    """From now on a call of the reader's function raises WrongReturn if the stage's own returns another structure."""
+    """From now on a call of the reader's function raises WrongReturn if the stage's own returns another structure.
+
+    Returns a list to which the names of those arguments are added that the stage's own function leaves as they were.
+    """
+    changed = []
     module = importlib.import_module(module)
     theirs = getattr(module, name)
     if not isinstance(theirs, types.FunctionType):
-        return  # A kernel's function cannot be called from here.
+        return changed  # A kernel's function cannot be called from here.
     namespace = dict(vars(module))
     exec(own_text, namespace)
     own = namespace[name]
 
     def watched(*args, **options):
-        want = own(*_clones(args), **_clones(options))
+        before, copies = _clones(args), _clones(args)
+        want = own(*copies, **_clones(options))
         got = theirs(*args, **options)
         if not _alike(got, want):
             raise WrongReturn(f"returned {_describe(got)}; expected {_describe(want)}")
+        if want is None:  # A function that writes to its arguments may write to no others.
+            for name, *x in zip(inspect.signature(own).parameters, before, copies, args, strict=False):
+                if first_difference.is_changed(*x) and name not in changed:
+                    changed.append(name)
         return got
 
     for other in [m for key, m in sys.modules.items() if key.startswith("steps.")]:
         for key, value in list(vars(other).items()):
             if value is theirs:
                 setattr(other, key, watched)
+    return changed
 
 
 def _clones(value):

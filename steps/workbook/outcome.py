@@ -58,4 +58,7 @@ def why(rows):
         lines = [f"{this} equals what you get when {', or when '.join(last['equals'])}."]
     elif last.get("remark"):
         lines = [last["remark"]]
-    return lines + last.get("difference", [])
+    lines += last.get("difference", [])
+    for name in last.get("changed", []):
+        lines.append(f"Your function also changes {name}, which is no output: the caller may still need it as it was.")
+    return lines

@@ -52,7 +52,7 @@ MISTAKES = {
     "earlier_and_later_exchanged": (
         "earlier and later ranks are exchanged: src < me means that the keys come before the queries",
         *({(kind, place): _EXCHANGED[kind, place] for kind in kinds for place in (1, 2)}
-          for kinds in (KINDS[1:], *((kind,) for kind in KINDS[1:])))),
+          for kinds in (KINDS[1:], ("contiguous",), ("striped",)))),
     "later_ranks_seen": ("contiguous queries see the keys of later ranks", {("contiguous", 2): _all}),
     "earlier_ranks_masked": (
         "a contiguous block of an earlier rank's keys has a diagonal", {("contiguous", 1): _diagonal}),

@@ -136,7 +136,7 @@ def _operand(*files):
         return []
     lane, register = place
     wrong = [n for n in range(4) if (yours != right)[:, n].any()]
-    lines = [f"Which lane holds which entry of P: lane {lane} is the first that differs, in A[{register}]."]
+    lines = [f"Lane {lane} is the first that holds other entries of P, in A[{register}]:"]
     for name, them in (("yours", yours), ("right", right)):
         low, high = (_entry(them[lane, register].item() >> bits & 0xFFFF) for bits in (0, 16))
         lines.append(f"  {name}  lower half {low}, upper half {high}")
@@ -160,8 +160,8 @@ def _lanes(*files):
     if (place := _first(yours, right)) is None:
         return []
     piece, lane = place
-    where = f"the piece at row {16 * piece}, column {16 * (3 - piece)} of a tile with WIDTH 64"
-    lines = [f"The address that each lane gives: lane {lane} is the first that differs, for {where}."]
+    where = f"the piece at row {16 * piece}, column {16 * (3 - piece)} of a tile of WIDTH 64"
+    lines = [f"For {where} lane {lane} is the first that gives another address:"]
     for name, them in (("yours", yours), ("right", right)):
         row, at = divmod(them[piece, lane].item(), 64)
         lines.append(f"  {name}  row {row}, column {at ^ 8 * (row % 8)}, which lies at {at} because of the swizzle")

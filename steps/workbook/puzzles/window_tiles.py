@@ -149,7 +149,8 @@ def mistaken(Nq, Nk, windows, Br, Bc, answer):
     } | answer
     for number, (left, right) in enumerate(windows):
         for n in range(Nq // Br):
-            x = SimpleNamespace(Nk=Nk, Br=Br, left=left, right=right, tiles=tiles, shift=Nk - Nq, first=n * Br + Nk - Nq)
+            x = SimpleNamespace(Nk=Nk, Br=Br, left=left, right=right, tiles=tiles, shift=Nk - Nq)
+            x.first = n * Br + x.shift
             x.down = lambda key: max(0, key) // Bc  # the tile of that key
             x.up = lambda key: -(-max(0, key) // Bc)  # the first tile that begins at that key or later
             for name, rule in rules.items():
