@@ -66,7 +66,8 @@ def test_a_slip_in_the_text_stands_before_the_cases():
 
 def test_the_parts_of_a_report_in_short():
     rows = [{"says": "a", "wrong": []}, {"says": "b", "wrong": ["off", "more"]},
-            {"says": "c", "wrong": ["off", "more"]}, {"says": "d", "wrong": ["x" * LONGEST]}, {"says": "e", "wrong": ["the first one is:"]}]  # fmt: skip
+            {"says": "c", "wrong": ["off", "more"]},
+            {"says": "d", "wrong": ["x" * LONGEST]}, {"says": "e", "wrong": ["the first one is:"]}]  # fmt: skip
     full = ["ok     a", "WRONG  b", " " * 9 + "off", " " * 9 + "more"]
     assert in_full_once(rows) == [*full, "WRONG  c: off", "WRONG  d", "WRONG  e"]
     assert why([*rows, {"equals": ["x"], "difference": ["y"], "changed": ["z"]}])[:2] == [
@@ -88,6 +89,8 @@ SHOWN = {  # {exercise: (edit, what the report contains)}; mistakes.toml has mor
               "    ###.....   ####...."]),
     "01.1": (("else beta / l_new", "else 2 * beta / l_new"), ["in call 1, at head = 0, i = 8", "now P", "new["]),
     "01.2": ((THREAD, "thread = cuda.threadIdx.x // 2"), first_difference.ONE_THREAD),
+    "00.4": (("arange(rows.start, rows.stop", "arange(0, rows.stop - rows.start"),
+             ["in call 5, at rows = 8 to 15, keys = 8 to 15", "# seen, . hidden", "    #######.   ########"]),
     "01.3": (("- delta_i)", "- 2 * delta_i)"), ["in call 1, at head = 0, i = 0", "    dS[0, 0] is "]),
     "03.1": (("column < Nk", "column < Nk - 8"), ["# seen, . hidden", "####....   ########"]),
     "03.3": (("alpha * l + tl.sum(P, 1), O", "alpha * l + tl.sum(P, 1) * 3, O"),
@@ -112,7 +115,9 @@ PROBED = {  # (exercise, edit, what the report contains)
                                                   "right              1     1.60653     2.81959"]),
     "02.1 int": ("02.1", ("float P", "int P"), ["line 12: a float becomes int here"]),
     "02.2": ("02.2", ("sum += dS", "sum += 2 * dS"), ["row 0, column 0 of dq gets 9, and not 4.5"]),
-    "02.2 threads": ("02.2", ("e += Bc", "e += 1"), first_difference.ONE_THREAD),
+    "02.1 rows of V": ("02.1", ("V[j * D + d]", "V[j * Bc + d]"), ["yours              1     1.60653     4.03265"]),
+    "02.2 threads": ("02.2", ("e += Bc", "e += 1"), ["added more than once, or by nobody:", "1 2", "3 3"]),
+    "02.2 transposed": ("02.2", ("e / D * Bc + j", "j * Bc + e / D"), ["row 0, column 0 of dq gets 8.5, and not 4.5"]),
     "02.3": ("02.3", ("dO[d] * O[d]", "dO[d] + O[d]"), ["your function returns 36; expected 70"]),
     "02.5": ("02.5", ("near[2], near[3]", "near[3], near[2]"),
              ["Lane 0 is the first that holds other entries of P, in A[1]:",

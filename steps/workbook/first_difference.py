@@ -34,7 +34,8 @@ WRITTEN = {
     "01.3": ("dS",),
     "04.1": ("out", "lse"),
 }
-PLACES = ("head", "rows", "keys", "i", "j", "shift", "Nq", "Nk")  # the arguments that say where a call is
+# The arguments that say where a call is.
+PLACES = "head", "rows", "keys", "query", "key", "i", "j", "shift", "Nq", "Nk"
 ONE_THREAD = [
     "With one thread a block it is right: some row is computed twice or by nobody,",
     "or a thread reads what another thread has still to write.",
@@ -43,10 +44,13 @@ ONE_THREAD = [
 
 @dataclass
 class Call:
-    """One call. before, yours, right: {name: tensor}, in which rows that do not exist are left out."""
+    """One call. before, yours, right: {name: tensor}, in which rows that do not exist are left out.
+
+    where: such as ", at i = 8, j = 0".
+    """
 
     number: int
-    arguments: dict
+    where: str
     before: dict
     yours: dict
     right: dict
@@ -151,7 +155,7 @@ class _Watch:
                 self.structure = f"returned {_kinds(came)}; expected {_kinds(wanted)}"
                 raise _Found
             after, own = ({n: _tensor(x) for n, x in zip(names, them, strict=True)} for them in (came, wanted))
-        call = Call(self.number, before, *_existing(self.id, names, before, after, own))
+        call = Call(self.number, _where(arguments), *_existing(self.id, names, before, after, own))
         if any(_wrong(call.yours[name], call.right[name]).any() for name in call.right):
             self.call = call
             raise _Found
@@ -269,10 +273,10 @@ def _told(id, call, says):
     wrong = [name for name in call.right if _wrong(call.yours[name], call.right[name]).any()]
     fine = [name for name in call.right if name not in wrong]
     place = tuple(_wrong(call.yours[wrong[0]], call.right[wrong[0]]).nonzero()[0].tolist())
-    where = f"after key {call.number}" if id == "00.2" else f"in call {call.number}{_where(call.arguments)}"
+    where = f"after key {call.number}" if id == "00.2" else f"in call {call.number}{call.where}"
     lines = [f"Your function first differs from the right one {where}", f"(in the case: {says}):"]
-    if id in ("00.3", "03.1"):
-        return lines + _dots(call, place) + _entries(call, wrong[:1])
+    if id in ("00.3", "03.1") or _is_of_the_mask(call):
+        return lines + _dots(call, wrong[0], place) + _entries(call, wrong[:1])
     if id == "00.1" and "P" in wrong and (row := _sum_of_a_row(call)):
         return [*lines, row, *_entries(call, wrong[:1])]
     if {"m", "l"} <= {*call.right}:
@@ -284,8 +288,13 @@ def _told(id, call, says):
 
 def _where(arguments):
     """Such as ", at i = 8, j = 0", from the arguments that say where a call is."""
-    shown = [f"{name} = {int(arguments[name])}" for name in PLACES
-             if arguments.get(name) is not None and arguments[name].numel() == 1]  # fmt: skip
+    shown = []
+    for name in PLACES:
+        x = arguments.get(name)
+        numbers = torch.arange(x.start, x.stop) if isinstance(x, slice) else _tensor(x)
+        if numbers is not None and numbers.numel():
+            first, last = int(numbers.min()), int(numbers.max())
+            shown.append(f"{name} = {first}" + (f" to {last}" if numbers.numel() > 1 else ""))
     return f", at {', '.join(shown)}" if shown else ""
 
 
@@ -300,14 +309,25 @@ def _entries(call, names):
     return lines
 
 
-def _dots(call, place, most=8):
+def _is_of_the_mask(call):
+    """Whether P is 0 where it should not be, or the reverse, and is otherwise right."""
+    if "P" not in call.right or "lse" in call.right:
+        return False
+    yours, right = call.yours["P"], call.right["P"]
+    wrong = _wrong(yours, right)
+    return bool(wrong.any()) and bool(((yours == 0) != (right == 0))[wrong].all())
+
+
+def _dots(call, name, place, most=8):
     """The tile's mask, yours beside the right one: at most 8 x 8 of it, around the first entry that differs."""
-    given, yours, right = (x["S"][place[:-2]] for x in (call.before, call.yours, call.right))
+    yours, right = (x[name][place[:-2]] for x in (call.yours, call.right))
+    given = call.before[name][place[:-2]] if name == "S" else torch.where(yours == 0, right, yours)
     rows, columns = (slice(first := max(0, min(at - most // 2, n - most)), first + min(n, most))
                      for at, n in zip(place[-2:], right.shape[-2:], strict=True))  # fmt: skip
     pictures = []
     for tile in (yours, right):
-        marks = torch.where(tile == -torch.inf, 1, torch.where(tile == given[: len(tile)], 0, 2))[rows, columns]
+        hidden = tile == (-torch.inf if name == "S" else 0)
+        marks = torch.where(hidden, 1, torch.where(tile == given[: len(tile)], 0, 2))[rows, columns]
         pictures.append(["".join("#.o"[mark] for mark in row) for row in marks.tolist()])
     other = ", o another number" if "o" in "".join(sum(pictures, [])) else ""
     cut = f"rows {rows.start} to {rows.stop - 1}, columns {columns.start} to {columns.stop - 1} of the tile: "

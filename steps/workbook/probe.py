@@ -170,7 +170,7 @@ def _lanes(*files):
 
 def _update(*files):
     D = 2
-    yours, right = _both(files, ONLINE_UPDATE, torch.zeros(3, 2 + D), D=D, Br=2)
+    yours, right = _both(files, ONLINE_UPDATE, torch.zeros(3, 2 + D), D=D, Br=2, Bc=4)
     if (place := _first(yours, right)) is None:
         return []
     tile = place[0]
@@ -189,11 +189,13 @@ def _gradient(*files):
     yours, right = _both(files, ADD_DQ, torch.zeros(3, 2), block=3, **sizes)
     if (place := _first(yours, right)) is None:
         return []
-    if _first(*_both(files, ADD_DQ, torch.zeros(3, 2), block=1, **sizes | dict(Bc=1, KEYS=1))) is None:
-        return list(first_difference.ONE_THREAD)
+    example = "In a small example (3 rows, 2 keys, 3 threads, D = 2)"
+    times = (yours / right).round()
+    if torch.equal(times * right, yours) and times.unique().numel() > 1:  # All of them alike would be a factor.
+        rows = ["  " + " ".join(f"{n:g}" for n in row) for row in times.tolist()]
+        return [f"{example} entries of dq are added more than once, or by nobody:", *rows]
     row, d = place
-    says = f"row {row}, column {d} of dq gets {yours[place]:g}, and not {right[place]:g}"
-    return [f"In a small example (3 rows, 2 keys, 3 threads, D = 2): {says}."]
+    return [f"{example} row {row}, column {d} of dq gets {yours[place]:g}, and not {right[place]:g}."]
 
 
 def _delta(*files):
