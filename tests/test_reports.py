@@ -92,7 +92,8 @@ SHOWN = {  # {exercise: (edit, what the report contains)}; mistakes.toml has mor
     "00.4": (("arange(rows.start, rows.stop", "arange(0, rows.stop - rows.start"),
              ["in call 5, at rows = 8 to 15, keys = 8 to 15", "# seen, . hidden", "    #######.   ########"]),
     "01.3": (("- delta_i)", "- 2 * delta_i)"), ["in call 1, at head = 0, i = 0", "    dS[0, 0] is "]),
-    "03.1": (("column < Nk", "column < Nk - 8"), ["# seen, . hidden", "####....   ########"]),
+    "03.1": (("column < Nk", "(column < Nk - 8) & (row < Nq)"),  # no result shows the rows from Nq on
+             ["rows 0 to 4, columns 7 to 14 of the tile: # seen, . hidden", "####....   ########"]),
     "03.3": (("alpha * l + tl.sum(P, 1), O", "alpha * l + tl.sum(P, 1) * 3, O"),
              ["in call 1", "m[0]          l[0]       O[0, 0]"]),
 }  # fmt: skip
