@@ -265,6 +265,7 @@ def mutant(says, sources="", among=MUTANTS):
     def register(kind):
         name = "".join("_" + c.lower() if c.isupper() else c for c in kind.__name__).lstrip("_")
         among.append(Mutant(name, says, kind, sources))
+        kind.variants = ()  # and not those of the mutant that it is made from
         return kind
 
     return register
@@ -586,6 +587,82 @@ class TheSmallestNumberBeforeTheScale(OnlyInDiagonalTiles, MaskedToMinus1e9):
         return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, self.hidden_score)
 
 
+@mutant("the mask hides what is seen and shows what is hidden: the branches of the choice are exchanged")
+class MaskInverted(Forward):
+    def hidden(self, row, col):
+        return col <= row
+
+
+@variant_of(MaskInverted)
+class InvertedInDiagonalTiles(OnlyInDiagonalTiles, MaskInverted):
+    """As in stage 03, whose mask then shows the zeros beyond the last key, and hides the keys before them."""
+
+    def hidden(self, row, col):
+        return super().hidden(row, col) & (col < self.Nk)
+
+    def mask_tail(self, S, j):
+        real = self.Nk - j
+        return S if self.x.causal or real >= S.shape[-1] else S.masked_fill(torch.arange(S.shape[-1]) < real, -math.inf)
+
+
+@mutant("i, the number of the tile's first query, is multiplied by Br as if it were the tile's number; or j by Bc")
+class TileNumbersForPositions(Forward):
+    times_i, times_j = True, False
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row + self.times_i * (self.Br - 1) * i, col + self.times_j * (self.Bc - 1) * j
+
+
+@variant_of(TileNumbersForPositions)
+class TileNumbersForBoth(TileNumbersForPositions):
+    times_j = True
+
+
+@variant_of(TileNumbersForPositions)
+class TileNumberForJ(TileNumbersForPositions):
+    times_i, times_j = False, True
+
+
+class TileNumbersInDiagonalTiles(OnlyInDiagonalTiles, TileNumbersForPositions):
+    """As in stage 03, whose mask also hides keys beyond the last one by their positions."""
+
+    def mask_tail(self, S, j):
+        beyond = torch.arange(S.shape[-1]) + j * (self.Bc if self.times_j else 1) >= self.Nk
+        return S.masked_fill(beyond, -math.inf) if j + S.shape[-1] > self.Nk else S
+
+
+@variant_of(TileNumbersForPositions)
+class IInDiagonalTiles(TileNumbersInDiagonalTiles):
+    pass
+
+
+@variant_of(TileNumbersForPositions)
+class BothInDiagonalTiles(TileNumbersInDiagonalTiles):
+    times_j = True
+
+
+@variant_of(TileNumbersForPositions)
+class JInDiagonalTiles(TileNumbersInDiagonalTiles):
+    times_i, times_j = False, True
+
+
+@mutant("Nk - Nq is taken for 0 where it is negative, and the first queries see keys that come after them")
+class ShiftNeverNegative(Forward):
+    def check(self):
+        if not self.x.causal or self.Nq == self.Nk:
+            raise NotApplicable
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row + max(0, self.Nq - self.Nk), col
+
+
+@variant_of(ShiftNeverNegative)
+class ShiftNeverNegativeInDiagonalTiles(OnlyInDiagonalTiles, ShiftNeverNegative):
+    pass
+
+
 @mutant("masked scores are set to 0 instead of -inf")
 class MaskedToZero(Forward):
     hidden_score = 0.0
@@ -813,6 +890,106 @@ class LTimesAlphaAtEveryKey(AlphaAtEveryKey):
         return alpha[..., None] * O
 
 
+class AxesExchanged(Forward):
+    """A square tile whose maximum or sum runs over the queries: what belongs to a key is taken for a query's."""
+
+    def check(self):
+        if self.Br != self.Bc:
+            raise NotApplicable
+
+    def run(self):
+        """As the forward, but for whole tiles, because zeros beyond the last query count too."""
+        self.x = replace(self.x, q=torch.nn.functional.pad(self.x.q, (0, 0, 0, -self.Nq % self.Br)))
+        return {name: x[:, :, : self.Nq] for name, x in super().run().items()}
+
+
+@mutant("the maximum is taken over the queries of the tile, and not over the keys: the wrong axis")
+class MaximumOverQueries(AxesExchanged):
+    def maximum(self, m, S):
+        return torch.maximum(m, S.amax(-2))
+
+
+@mutant("P is added up over the queries of the tile, and not over the keys: the wrong axis")
+class SumOverQueries(AxesExchanged):
+    def add_to_l(self, l, alpha, P):
+        return self.rescale_l(l, alpha) + P.sum(-2)
+
+
+@mutant("alpha multiplies the new part of l and not the old one: l + alpha * rowsum P")
+class AlphaOnTheNewPartOfL(Forward):
+    def add_to_l(self, l, alpha, P):
+        return l + alpha * P.sum(-1)
+
+
+@mutant("alpha multiplies the new parts of l and O and not the old ones: l + alpha * rowsum P, O + alpha * P V")
+class AlphaOnTheNewParts(AlphaOnTheNewPartOfL):
+    def alpha(self, m, unit):
+        self.alpha_now = super().alpha(m, unit)
+        return self.alpha_now
+
+    def operand(self, P):
+        return self.alpha_now[..., None] * P
+
+    def rescale_O(self, O, alpha):
+        return O
+
+
+@mutant("alpha multiplies the new part of O and not the old one: O + alpha * P V")
+class AlphaOnTheNewPartOfO(AlphaOnTheNewParts):
+    def add_to_l(self, l, alpha, P):
+        return self.rescale_l(l, alpha) + P.sum(-1)
+
+
+class NoSumIsZero(Forward):
+    """As in stage 03, which takes 1 for an l of 0."""
+
+    def finish(self, m, l, O):
+        return super().finish(m, torch.where(l == 0, 1, l), O)
+
+
+@variant_of(SumOverQueries)
+class SumOverQueriesOrOne(NoSumIsZero, SumOverQueries):
+    pass
+
+
+@variant_of(AlphaOnTheNewPartOfL)
+class AlphaOnTheNewPartOfLOrOne(NoSumIsZero, AlphaOnTheNewPartOfL):
+    pass
+
+
+@variant_of(AlphaOnTheNewParts)
+class AlphaOnTheNewPartsOrOne(NoSumIsZero, AlphaOnTheNewParts):
+    pass
+
+
+@mutant("O is multiplied with alpha at every key of the tile, and not once a tile as l is")
+class OTimesAlphaAtEveryKey(AlphaAtEveryKey):
+    def probabilities(self, S, m, unit):
+        self.P_for_O = super().probabilities(S, m, unit)
+        return self.exp(S - unit[..., None])
+
+    def operand(self, P):
+        return self.P_for_O
+
+    def rescale_l(self, l, alpha):
+        return alpha * l
+
+
+@mutant("the exponentials are powers of 2 without the factor log2(e): 2^(S - m) for exp(S - m)")
+class PowersOf2(Forward):
+    def exp(self, x):
+        return x.exp2()
+
+    def alpha(self, m, unit):
+        return (m - unit).exp2()
+
+
+@mutant("P is missing where V is added to O: each key counts once, whatever its score")
+class PMissingFromO(Forward):
+    def operand(self, P):
+        return torch.ones_like(P)
+
+
 class PRelativeToTile(Forward):
     """P is relative to the tile's own maximum, as in FlashAttention, Algorithm 1, and beta is forgotten somewhere."""
 
@@ -838,6 +1015,30 @@ class BetaMissingFromO(PRelativeToTile):
 class BetaMissingFromL(PRelativeToTile):
     def add_to_l(self, l, alpha, P):
         return super().add_to_l(l, alpha, self.P_tile)
+
+
+@mutant("alpha and beta are exchanged: beta multiplies the old sums, and alpha those of this tile")
+class AlphaAndBetaExchanged(PRelativeToTile):
+    def check(self):
+        if self.order != "fa1":  # The other orders have no beta.
+            raise NotApplicable
+
+    def probabilities(self, S, m, unit):
+        self.beta = (S.amax(-1) - unit).exp()
+        return super().probabilities(S, m, unit)
+
+    def alpha(self, m, unit):
+        self.alpha_now = super().alpha(m, unit)
+        return self.alpha_now
+
+    def add_to_l(self, l, alpha, P):
+        return self.beta * l + alpha * self.P_tile.sum(-1)
+
+    def operand(self, P):
+        return self.alpha_now[..., None] * self.P_tile
+
+    def rescale_O(self, O, alpha):
+        return self.beta[..., None] * O
 
 
 @mutant("P, which is relative to m_new already, is multiplied with beta as well")
@@ -1011,6 +1212,32 @@ class DeltaOfDo(Backward):
 class DeltaOutsideP(Backward):
     def gradient(self, P, dP, delta):
         return P * dP - delta[..., None]
+
+
+@variant_of(DeltaOutsideP)
+class DeltaOutsidePInVisitedTiles(DeltaOutsideP):
+    """As in stage 03, which leaves out the tiles in which no query sees a key."""
+
+    visited = True
+
+    def mask_causal(self, P, rows, keys):
+        self.visited = keys.start < rows.start + self.Br + self.Nk - self.Nq
+        return super().mask_causal(P, rows, keys)
+
+    def gradient(self, P, dP, delta):
+        return super().gradient(P, dP, delta) * self.visited
+
+
+@mutant("dS is P * (1 - P) * dP, as if each P depended on its own score alone: all of them share l")
+class ElementwiseDerivative(Backward):
+    def gradient(self, P, dP, delta):
+        return P * (1 - P) * dP
+
+
+@mutant("P is recomputed as a power of 2 without the factor log2(e): 2^(S - lse)")
+class PAsAPowerOf2(Backward):
+    def probabilities(self, S, lse, rows):
+        return (S - lse[..., rows, None]).exp2()
 
 
 @mutant("dS has the factor scale, which dq and dk then have twice")
@@ -1261,6 +1488,30 @@ class PartsAveraged(Ring):
 class WeightsExchanged(Ring):
     def weight(self, lse, lse_block, lse_new):
         return 1 - super().weight(lse, lse_block, lse_new)
+
+
+@mutant(
+    "out keeps the weight 1 instead of 1 - w, as where lse is overwritten before exp(lse - lse_new) is computed from it"
+)
+class OutKeepsItsWeight(Ring):
+    def merge(self, out, lse, out_block, lse_block):
+        merged, lse_new = super().merge(out, lse, out_block, lse_block)
+        return out + self.weight(lse, lse_block, lse_new)[..., None] * out_block, lse_new
+
+
+@mutant("lse is overwritten before its old value is used: the block is added to it twice")
+class LseMergedTwice(Ring):
+    def weight(self, lse, lse_block, lse_new):
+        self.twice = torch.logaddexp(lse_new, lse_block)
+        return (lse_block - self.twice).exp()
+
+
+@variant_of(LseMergedTwice)
+class LseStoredTwice(LseMergedTwice):
+    """The block is added to the lse that is stored, too."""
+
+    def next_lse(self, lse, lse_new):
+        return self.twice
 
 
 @mutant("the weights are quotients of exp(lse), which overflows")

@@ -12,7 +12,7 @@ from steps.workbook.answer import Problem
 from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
 from steps.workbook.listing import show
-from steps.workbook.outcome import Report, case_lines
+from steps.workbook.outcome import Report, in_full_once, why
 
 LIMIT = 60  # seconds for one check
 # What the emulation counts, by the name that `counted` of an exercise gives it, and how a report tells it. A wavefront
@@ -107,14 +107,15 @@ def judged(task, text, job, lines, on=None):
     shown = [row for row in rows if "wrong" in row and (not steps or row["step"] == steps[-1])]
     bad = _ending(rows, how, task, text, lines, job["limit"])
     verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
-    return verdict, [*(line for row in shown for line in case_lines(row)), *bad, *_equals(rows)], rows, printed
+    return verdict, [*why(rows), *in_full_once(shown), *bad], rows, printed
 
 
 def _exercise(task, text, job):
     spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
-    fields = "function", "rung", "cases", "order", "tile", "threads", "masks", "edges"
+    fields = "id", "function", "rung", "cases", "order", "tile", "threads", "masks", "edges"
     job |= {name: getattr(task, name) for name in fields}
-    job |= {"kind": "exercise", "own": answers.plain_source(task)}
+    job |= {"kind": "exercise", "own": answers.plain_source(task), "file": task.file, "label": text.label}
+    job["original"] = task.path.read_text()
     began = time.monotonic()
     for on in _engines(task):
         verdict, lines, rows, printed = judged(task, text, job, spliced.lines, on)
@@ -123,7 +124,7 @@ def _exercise(task, text, job):
     names = rows[-1].get("equals", []) if rows else []
     in_time = time.monotonic() - began < job["limit"]
     if verdict != "passed" and in_time and len(names) != 1:  # The results do not say which mistake it is; the text may.
-        lines += slips.remarks(task, text, rows, functools.partial(_passes, task, job, on))
+        lines = slips.remarks(task, text, rows, functools.partial(_passes, task, job, on)) + lines
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, job["limit"])
         lines += cost
@@ -178,18 +179,10 @@ def _hunt(task, text, job):
     elif good and not bad:
         verdict = "wrong"
         lines = ["The test is not right. WRONG: passes on the broken kernel too", f"passes on {right}"]
-        lines += _how_near(rows[-1].get("distance"))
+        lines += _how_near(task, rows[-1].get("distance"))
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict, lines = "wrong", [f"The test is not right. WRONG: fails on {right} too, which is right:", *bad]
     return verdict, lines, rows, printed
-
-
-def _equals(rows):
-    """The line about the mistakes that the results equal, or what else is told of them, from the job's last row."""
-    last = rows[-1] if rows else {}
-    if last.get("equals"):
-        return ["This equals what you get when " + ", or when ".join(last["equals"]) + "."]
-    return [last["remark"]] if last.get("remark") else []
 
 
 def _passes(task, job, on, answer, **options):
@@ -240,10 +233,12 @@ def _own_count(id, limit):
     return _count(exercises.find(id), None, limit)
 
 
-def _how_near(distance):
+def _how_near(task, distance):
     """What a test that passes on the broken kernel has missed: the right inputs, or the right comparison."""
     if distance is None or distance == float("inf"):
         return []
+    if task.hangs:
+        return ["With these inputs nobody waits for ever: they do not show what is wrong."]
     says = "it does not compare what is wrong" if distance > 1e-3 else "its inputs do not show what is wrong"
     return [f"There the results are off by {distance:.1e} at most: {says}."]
 

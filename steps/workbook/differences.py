@@ -1,5 +1,7 @@
 """Where a result is wrong, and how: the lines of text below a case that fails."""
 
+from itertools import combinations
+
 import torch
 
 from reference import error
@@ -34,7 +36,10 @@ def of_tensors(got, want):
         if wrong.any():
             first = tuple(wrong.nonzero()[0].tolist())
             says = f"{name} is wrong in {wrong.sum()} of {wrong.numel()} entries"
-            found += [says, _entry(name, first, got[name][first], ref[first])]
+            found += [says, entry(name, first, got[name][first], ref[first])]
+            if tolerance and (says := relation(got[name], ref, tolerance)):
+                found.append(f"  every entry of {name} {says}")
+                continue
             by_place = wrong.reshape(-1, *wrong.shape[-2:]).any(0)
             found += [_strip("rows", by_place.any(1)), _strip("columns", by_place.any(0))] if wrong.ndim > 1 else []
     return found
@@ -45,7 +50,7 @@ def _wrong(got, ref, tolerance):
     return (got != ref) & ~((got - ref).abs() <= tolerance)
 
 
-def _entry(name, place, x, ref):
+def entry(name, place, x, ref):
     """The line about one entry, with as many digits as tell the two numbers apart, at least 6."""
     pairs = ((f"{x:.{n}g}", f"{ref:.{n}g}") if x.is_floating_point() else (x.item(), ref.item()) for n in range(6, 18))
     yours, right = next((pair for pair in pairs if pair[0] != pair[1]), (x.item(), ref.item()))
@@ -55,7 +60,8 @@ def _entry(name, place, x, ref):
 def _about(name, got, want, distance, tolerance):
     ref, exact = want.value[name], want.exact[name]
     if got.shape != ref.shape:
-        return [f"{name} has the shape {tuple(got.shape)}; expected {tuple(ref.shape)}"]
+        exchanged = _exchanged(got.double(), ref, tolerance)
+        return [f"{name} has the shape {tuple(got.shape)}; expected {tuple(ref.shape)}{exchanged and ': '}{exchanged}"]
     got = got.double()
     wrong = torch.where(exact, got != ref, ~((got - ref).abs() <= tolerance))
     kinds = (
@@ -67,7 +73,47 @@ def _about(name, got, want, distance, tolerance):
     kind, says = next((kind, says) for kind, says in kinds if kind.any())
     sentence = f"{name} {says.format(f'{kind.sum()} of {got.numel()} entries')}"
     first = tuple(kind.nonzero()[0].tolist())
-    return [sentence, _entry(name, first, got[first], ref[first]), *_strips(name, wrong)]
+    shown = [sentence, entry(name, first, got[first], ref[first])]
+    if says := relation(got, ref, tolerance):
+        return [*shown, f"  every entry of {name} {says}"]
+    if says := _exchanged(got, ref, tolerance):
+        return [*shown, f"  {says}"]
+    return shown + _strips(name, wrong)
+
+
+def relation(got, ref, tolerance):
+    """How every entry of a wrong result follows from the right one, such as "is 0.255 times the right one", or "".
+
+    Where the right entry is infinite or NaN, yours has to be the same.
+    """
+    got, ref, finite = got.double(), ref.double(), ref.isfinite()
+    if got.shape != ref.shape or not torch.equal(got[~finite].nan_to_num(), ref[~finite].nan_to_num()):
+        return ""
+    x, y = got[finite], ref[finite]
+    if len(y) < 2 or not x.isfinite().all() or not y.abs().max() > 20 * tolerance:
+        return ""  # Of so few or so small numbers anything could be said.
+    factor = ((x * y).sum() / (y * y).sum()).item()
+    if ((x - factor * y).abs() <= tolerance * max(1.0, abs(factor))).all():
+        if abs(factor) * y.abs().max() <= tolerance:
+            return "is 0"
+        if abs(factor + 1) < 1e-3:
+            return "has the other sign"
+        return f"is {factor:.3g} times the right one" if abs(factor - 1) > 5e-3 else ""
+    more = (x - y).mean().item()
+    if ((x - y - more).abs() <= tolerance).all() and y.max() - y.min() > 20 * tolerance:
+        return f"is the right one {'+' if more > 0 else '-'} {abs(more):.4g}"
+    return ""
+
+
+def _exchanged(got, ref, tolerance):
+    """A sentence if the numbers are right, but two dimensions are exchanged, otherwise ""."""
+    for a, b in combinations(range(ref.ndim), 2):
+        turned, right = ref.transpose(a, b), f"right but for two dimensions, {a} and {b}, which are exchanged"
+        for view, says in ((turned, right), (turned.reshape(ref.shape), f"{right} in memory")):
+            if got.shape == view.shape and min(ref.shape[a], ref.shape[b]) > 1:
+                if not _wrong(got, view, tolerance).any():
+                    return says
+    return ""
 
 
 def _strips(name, wrong):

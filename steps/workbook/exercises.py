@@ -143,8 +143,9 @@ class Hunt(Task):
     or a kernel in steps/workbook/hunts. The test has to pass on the one and to fail on the other. rung is the word of a
     rung in CUDA C++; another .cu file has its launcher beside it, a module of the same name that compiles FILE. causes
     are the ones to choose from, as {letter: what it says}; `cause` is the letter of the right one. engine: the engine
-    that it always runs on; by default the one that is in force. subject is the function that is broken, `call` shows
-    how a test calls it, and note is a sentence of the reader's file.
+    that it always runs on; by default the one that is in force. hangs: whether the fault is that somebody waits for
+    ever. subject is the function that is broken, `call` shows how a test calls it, and note is a sentence of the
+    reader's file.
     """
 
     symptom: str
@@ -153,6 +154,7 @@ class Hunt(Task):
     edit: list
     rung: str | None = None
     engine: str | None = None
+    hangs: bool = False
     subject: str = "forward"
     call: str = "(out, lse) = forward(q, k, v, causal=False, scale=None)"
     note: str = (

@@ -56,7 +56,10 @@ def _in_cuda(message, task, answer):
     if found := find(EMULATION, answer.label.split("/")[-1]):
         return [*answer.line(int(found[1])).splitlines(), found[2]]
     if found := find(EMULATION, task.path.name):
-        return [f"{task.file}, line {found[1]}: {found[2]}", CONSEQUENCE]
+        # Where threads have come apart, the message also says in which line the others are.
+        others = find(r"\b{file}:(\d+)", answer.label.split("/")[-1])
+        yours = answer.line(int(others[1])).splitlines() if others else []
+        return [*yours, f"{task.file}, line {found[1]}: {found[2]}", CONSEQUENCE]
     return None
 
 

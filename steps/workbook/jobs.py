@@ -5,8 +5,10 @@ tell(name=value, ...) reports one row of results.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 import types
@@ -18,7 +20,7 @@ import torch
 from reference import attention, cases, error, mutants
 from steps import engine
 from steps.workbook import capstone as steps_of_capstone
-from steps.workbook import differences, edges, one_rung, parts, puzzles
+from steps.workbook import differences, edges, first_difference, one_rung, parts, puzzles
 from steps.workbook.listing import edited
 
 # Behind a case's name: the case is run by `_of_chunks`, in this order of the chunks.
@@ -33,7 +35,8 @@ class WrongReturn(Exception):
 def exercise(job, tell):
     """Runs the exercise's cases.
 
-    Tells the name of each case before it runs, what is wrong and where after it, and the diagnosis last.
+    Tells the name of each case before it runs, what is wrong and where after it, and the diagnosis last: the mistakes
+    that the results equal, and the first call of the function that differs from the stage's own.
     """
     stage = one_rung.stage(job["stage"])
     supports = one_rung.supports_of(stage, job["rung"])
@@ -42,16 +45,15 @@ def exercise(job, tell):
     all_cases = [case for case, _, lacks in cases.select(supports, engine.name == "cuda") if not lacks]
     asks_for_parts = job["function"] == "visible_part"
     tell(cases=len(job["cases"]) + len(job["edges"]) + asks_for_parts, of=len(all_cases))
-    if job["own"]:
-        watch_returns(job["module"], job["function"], job["own"])
+    changed = watch_returns(job["module"], job["function"], job["own"]) if job["own"] else []
     products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
-    rows, failed = [], False
+    rows, failed, memory = [], [], []
     if asks_for_parts:
         tell(running=parts.SAYS)
         wrong, found = parts.judge(importlib.import_module(job["module"]))
         tell(says=parts.SAYS, wrong=wrong)
         if wrong:  # What a ring makes of it would add nothing.
-            return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found])
+            return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found], of_many=True)
 
     def asked():
         yield from _cases(job, supports)
@@ -62,20 +64,28 @@ def exercise(job, tell):
         tell(running=says)
         if products:
             products.bits = 8 * inputs.q.element_size()
-        with _find_unwritten(job["stage"]) as unwritten:
-            got = _results(stage, job, case, inputs, want)
+        run = functools.partial(_results, stage, job, case, inputs, want)
+        try:
+            with _find_unwritten(job["stage"]) as unwritten:
+                got = run()
+        except Exception as e:
+            if engine.name == "cpu" and (says := first_difference.structure(job, run)):
+                raise WrongReturn(says) from e
+            raise
         wrong = differences.lines(got, want)
-        tell(says=says, wrong=wrong + unwritten if wrong else [])
-        failed |= bool(wrong)
+        tell(says=says, wrong=wrong)
+        if wrong:
+            memory += unwritten
+            failed.append((says, inputs, run, want))
         if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
             rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
+    of_edges = []
     for says, judge in [] if failed else edges.of(job):
         tell(running=says)
         if products:
             products.bits = 16 if judge is edges.many_tiles else 32
-        wrong = judge(job, supports, lambda *case: _results(stage, job, *case))
+        of_edges += (wrong := judge(job, supports, lambda *case: _results(stage, job, *case)))
         tell(says=says, wrong=wrong)
-        failed |= bool(wrong)
     found = mutants.diagnose(rows, job["order"] or supports["order"])
     of_the_mask = [m for m in found if m.concerns_the_mask]
     if not job["masks"]:  # A function that hides nothing cannot make such a mistake.
@@ -83,9 +93,35 @@ def exercise(job, tell):
     elif of_the_mask:  # Where everything is NaN, mistakes elsewhere give the same.
         found = of_the_mask
     remark = mutants.remark(rows) if failed and not found else ""
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark)
-    if products and not failed:
+    shown = _first_difference(job, failed) if not found or of_the_mask else []
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=memory[:1] + shown,
+         changed=changed)  # fmt: skip
+    if products and not failed and not of_edges:
         products.raise_found()
+
+
+def _first_difference(job, failed):
+    """The lines about the first call of the function that differs, in the smallest of the failed cases.
+
+    failed: (what a report calls the case, its inputs, how it is run, expected results) of each.
+    """
+    if not failed or engine.name != "cpu":  # On a GPU a kernel's function cannot be called from here.
+        return []
+    if job["stage"] == "step02_fa2_cuda":
+        from steps.workbook import probe  # It needs the emulation.
+
+        return probe.explain(job)
+    says, inputs, run, want = min(failed, key=_simplest)
+    if job["id"] == "04.1":  # The ranks of a ring are processes of their own.
+        merge = importlib.import_module(job["module"])
+        run = lambda: _of_chunks(merge.merge, inputs, last_first=says.endswith(LAST_FIRST))  # noqa: E731
+    return first_difference.explain(job, says, run, lambda results: not error.failures(results, want))
+
+
+def _simplest(failed):
+    """What failed cases are sorted by: ordinary scores and several queries come first, then few numbers."""
+    _, inputs, _, want = failed
+    return mutants._largest_lse(want) > 50, inputs.q.shape[2] == 1, inputs.q.numel()
 
 
 def as_on_a_gpu(job):
@@ -221,26 +257,36 @@ def _of_chunks(merge, x, last_first):
 
 
 def watch_returns(module, name, own_text):
-    """From now on a call of the reader's function raises WrongReturn if the stage's own returns another structure."""
+    """From now on a call of the reader's function raises WrongReturn if the stage's own returns another structure.
+
+    Returns a list to which the names of those arguments are added that the stage's own function leaves as they were.
+    """
+    changed = []
     module = importlib.import_module(module)
     theirs = getattr(module, name)
     if not isinstance(theirs, types.FunctionType):
-        return  # A kernel's function cannot be called from here.
+        return changed  # A kernel's function cannot be called from here.
     namespace = dict(vars(module))
     exec(own_text, namespace)
     own = namespace[name]
 
     def watched(*args, **options):
-        want = own(*_clones(args), **_clones(options))
+        before, copies = _clones(args), _clones(args)
+        want = own(*copies, **_clones(options))
         got = theirs(*args, **options)
         if not _alike(got, want):
             raise WrongReturn(f"returned {_describe(got)}; expected {_describe(want)}")
+        if want is None:  # A function that writes to its arguments may write to no others.
+            for name, *x in zip(inspect.signature(own).parameters, before, copies, args, strict=False):
+                if first_difference.is_changed(*x) and name not in changed:
+                    changed.append(name)
         return got
 
     for other in [m for key, m in sys.modules.items() if key.startswith("steps.")]:
         for key, value in list(vars(other).items()):
             if value is theirs:
                 setattr(other, key, watched)
+    return changed
 
 
 def _clones(value):

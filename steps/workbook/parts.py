@@ -24,6 +24,13 @@ def _diagonal(q, k, e, f):
     return 0, q, 0, k, True
 
 
+# What belongs to the keys of earlier ranks (place 1) where those of later ranks (place 2) are, and the reverse.
+_EXCHANGED = {
+    ("contiguous", 1): _nothing, ("contiguous", 2): _all,
+    ("zigzag", 1): lambda q, k, e, f: (e, q, 0, k, False), ("zigzag", 2): lambda q, k, e, f: (0, q, 0, f, False),
+    ("striped", 1): lambda q, k, e, f: (1, q, 0, q - 1, True), ("striped", 2): lambda q, k, e, f: (0, q, 0, q, True),
+}  # fmt: skip
+
 # Known mistakes, {name: (what it says, each form of it)}. A form has what the mistake puts into the table, by kind and
 # place: 0 is src == me, 1 src < me, 2 src > me. e and f are early_q and early_k.
 MISTAKES = {
@@ -42,6 +49,10 @@ MISTAKES = {
         "ranks are compared instead of positions: all keys of earlier ranks are seen, and none of later ranks",
         {("zigzag", 1): _all, ("zigzag", 2): _nothing, ("striped", 1): _all, ("striped", 2): _nothing},
         {("zigzag", 1): _all, ("zigzag", 2): _nothing}, {("striped", 1): _all, ("striped", 2): _nothing}),
+    "earlier_and_later_exchanged": (
+        "earlier and later ranks are exchanged: src < me means that the keys come before the queries",
+        *({(kind, place): _EXCHANGED[kind, place] for kind in kinds for place in (1, 2)}
+          for kinds in (KINDS[1:], ("contiguous",), ("striped",)))),
     "later_ranks_seen": ("contiguous queries see the keys of later ranks", {("contiguous", 2): _all}),
     "earlier_ranks_masked": (
         "a contiguous block of an earlier rank's keys has a diagonal", {("contiguous", 1): _diagonal}),

@@ -72,7 +72,8 @@ bool comes_last(Meeting& m, int wanted, int rank, void* offer, const char* opera
     m.operation = operation;
     m.site = site;
   } else if (m.site.line != site.line || strcmp(m.site.file, site.file) || strcmp(m.operation, operation)) {
-    fail(site, "divergent threads: this one is at %s, others are at %s, %s", operation, m.operation,
+    const char* line = strcmp(m.operation, operation) ? "" : " of another line";
+    fail(site, "divergent threads: this one is at %s, others are at %s%s, %s", operation, m.operation, line,
          name(m.site).c_str());
   }
   if (rank >= int(m.offers.size())) m.offers.resize(rank + 1);

@@ -160,6 +160,16 @@ def one_head(mask, **inputs):
     return _summed(dS if mask.shape[1] > 1 else dS[:, :1], mask)
 
 
+@mistake("the batch entries are counted from 0 to B // Bm, also where the mask has an entry for each: they begin at bm")
+def counted_from_the_first_batch_entry(mask, **inputs):
+    """P is computed with the tile's own M for each of them, as the kernel would."""
+    total = torch.zeros_like(mask)
+    for bm in range(mask.shape[0]):
+        dS = _scores(mask=mask, **inputs, added=mask[bm : bm + 1])[: len(inputs["q"]) // len(mask)]
+        total[bm] = dS.sum(0, keepdim=True).sum_to_size(1, *mask.shape[1:])[0]
+    return {"dmask": total}
+
+
 @mistake("all batch entries and heads are added up, also where the mask has an entry for each")
 def everything_summed(mask, **inputs):
     """P is computed with the tile's own M for each of them, as the kernel would."""

@@ -135,6 +135,9 @@ MISTAKES = {
         "leading is taken for the distance between the two chunks of a row of K, which follow each other",
         _to_right(lambda start, leading, k, runs_down, **_: {} if runs_down else
                   dict(start=start + k // 8 * (leading - 16)))),
+    "elements_for_bytes": (
+        "the column is counted in numbers, but an address counts bytes, and a number has 2",
+        lambda *x: _swizzled(_right(*x) - (x[4] % 64 if x[5] else x[3]))),
     "one_byte": (
         "a number has 1 byte",
         lambda *x: _swizzled(_right(*x) - (x[4] % 64 if x[5] else x[3])) // 2 * 2),

@@ -46,8 +46,8 @@ def _checked(result, rank, step, N):
         raise TypeError(f"reverse_step has to return (src, kv_to, dkv_to); got {result!r:.60}")
     for name, x in zip(NAMES, result, strict=True):
         if x is None and name == "src" or x is not None and x not in range(N):
-            none = "" if name == "src" else ". It is None if nothing is sent"
-            raise ValueError(f"{name} of rank {rank} in step {step} must be a rank, 0 to {N - 1}; got {x!r:.20}{none}")
+            wanted = f"a rank, 0 to {N - 1}{', or None if nothing is sent' * (name != 'src')}"
+            raise ValueError(f"{name} of rank {rank} in step {step} must be {wanted}; got {x!r:.20}")
     return [-1 if x is None else int(x) for x in result]
 
 
@@ -60,8 +60,8 @@ def _case(says, N):
 
 
 CASES = [
-    _case("2 ranks, where both neighbours are the same rank", 2),
     _case("4 ranks", 4),
+    _case("2 ranks, where both neighbours are the same rank", 2),
     _case("5 ranks", 5),
     _case("one rank: nothing is sent", 1),
 ]

@@ -80,6 +80,9 @@ MISTAKES = {
     "parity_never_flips": (
         "the parity never flips",
         lambda n, stages: (n % stages, 0, 1)),
+    "parity_of_stage": (
+        "the parity is that of the stage, and not of how often the ring has gone round",
+        lambda n, stages: (n % stages, n % stages % 2, n % stages % 2 ^ 1)),
     "producer_never_flips": (
         "the producer always waits for parity 1, and does not notice that a stage is still full",
         lambda n, stages: (n % stages, n // stages % 2, 1)),

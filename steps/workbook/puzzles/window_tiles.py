@@ -149,7 +149,8 @@ def mistaken(Nq, Nk, windows, Br, Bc, answer):
     } | answer
     for number, (left, right) in enumerate(windows):
         for n in range(Nq // Br):
-            x = SimpleNamespace(Nk=Nk, left=left, right=right, tiles=tiles, shift=Nk - Nq, first=n * Br + Nk - Nq)
+            x = SimpleNamespace(Nk=Nk, Br=Br, left=left, right=right, tiles=tiles, shift=Nk - Nq)
+            x.first = n * Br + x.shift
             x.down = lambda key: max(0, key) // Bc  # the tile of that key
             x.up = lambda key: -(-max(0, key) // Bc)  # the first tile that begins at that key or later
             for name, rule in rules.items():
@@ -162,6 +163,9 @@ def mistaken(Nq, Nk, windows, Br, Bc, answer):
 
 
 MISTAKES = {
+    "i_taken_for_a_tile": (
+        "i is multiplied by Br as if it were the number of the tile, but it is that of the tile's first query",
+        dict(first=lambda x: (x.first - x.shift) * x.Br + x.shift)),
     "begins_at_the_last_query": (
         "the visits begin where the window of the tile's last query begins",
         dict(begin=lambda x: x.down(x.last - x.left))),
