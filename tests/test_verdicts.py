@@ -56,7 +56,7 @@ PARTS = {
     "scale": "choose_scale score_scale",
     "scale of a gradient": "dq_scale dk_scale",
     "tiles of keys": "key_tiles load end_of_keys",
-    "mask": "positions hidden hidden_score mask_causal",
+    "mask": "positions hidden hidden_score mask_causal times_i times_j",
     "keys beyond the last": "mask_tail",
     "softmax": "m_start maximum unit exp alpha probabilities rescale_l add_to_l rescale_O update",
     "division in each tile": "multiply_back normalise_step",
