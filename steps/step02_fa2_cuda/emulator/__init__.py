@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -32,8 +33,8 @@ _KNOWN = [_SET] if shutil.which("g++") and subprocess.run(_PROBE, capture_output
 # A loop with a constant end that passes the end of an array is refused. The kernel might give right numbers by luck.
 _CHECKED = ["-Werror=aggressive-loop-optimizations"]
 _LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # A kernel is then compiled in a fifth less time.
-# C's headers declare functions that no library has, such as __sinhf. They are to be missed here and not at loading.
-_WHOLE = ["-Wl,-z,defs"]
+# C's headers declare functions that no library has, such as __sinhf. They are missed here and not at loading.
+_WHOLE = ["-Wl,-z,defs"] if sys.platform == "linux" else []
 _FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, *_KNOWN, *_CHECKED, *_LINKER, "-g1", "-fPIC", "-fvisibility=hidden"]
 # Before a kernel's text: what must not be in the headers, because C's own come after them.
 _ONLY_HERE = "#define printf emulator::print\n#pragma GCC poison asm __asm __asm__\n"
