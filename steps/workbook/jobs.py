@@ -64,12 +64,10 @@ def exercise(job, tell):
         failed |= bool(wrong)
         if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
             rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
-    found = mutants.diagnose(rows, job["order"] or supports["order"])
-    of_the_mask = [m for m in found if m.concerns_the_mask]
-    if not job["masks"]:  # A function that hides nothing cannot make such a mistake.
-        found = [m for m in found if m not in of_the_mask]
-    elif of_the_mask:  # Where everything is NaN, mistakes elsewhere give the same.
-        found = of_the_mask
+    # A function that hides nothing cannot make a mistake about the mask.
+    found = mutants.diagnose(rows, job["order"] or supports["order"], job["masks"])
+    # Where everything is NaN, mistakes elsewhere give the same.
+    found = [m for m in found if m.concerns_the_mask] or found
     remark = mutants.remark(rows) if failed and not found else ""
     tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark)
     if products and not failed:
