@@ -1453,7 +1453,7 @@ def _equals(kind, rows, names, order, look):
 
 @dataclass(frozen=True)
 class _Look:
-    """The first tile of a case that is wrong. Most mutants differ there already, after a fraction of the work."""
+    """The tile of a case that is most wrong. Most mutants differ there already, after a fraction of the work."""
 
     inputs: cases.Inputs
     tile: tuple
@@ -1475,7 +1475,8 @@ class _Look:
         if not wrong or None in bounds.values():
             return None
         step = tile[1 if by_keys else 0]
-        first = min(_first_wrong(got[name], name, want) for name in wrong) // step * step
+        _, worst = max(_worst(got[name], want.value[name]) for name in wrong)
+        first = worst // step * step
         of_tile = slice(first, first + step)
         found = {name: got[name][:, :, of_tile].double() for name in names}
         return cls(inputs, tile, by_keys, first, found, {name: x[:, :, of_tile] for name, x in bounds.items()}, seen)
@@ -1529,11 +1530,11 @@ def _needs_the_tile(kind):
     )
 
 
-def _first_wrong(x, name, want):
-    """The first position, of a query or a key, at which a wrong result is wrong."""
-    ref = want.value[name]
-    right = (x == ref) | ((x.double() - ref).abs() <= want.tolerance[name]) & ~want.exact[name]
-    return (~right).transpose(0, 2).flatten(1).any(1).int().argmax().item()
+def _worst(x, ref):
+    """(how far the result is off at most, the position of a query or a key at which it is)"""
+    off = (x.double() - ref).abs().masked_fill(x == ref, 0).nan_to_num(math.inf)
+    off, position = off.transpose(0, 2).flatten(1).amax(1).max(0)
+    return off.item(), position.item()
 
 
 def _bound(got, want, tolerance):
