@@ -491,6 +491,23 @@ class ShiftSubtracted(Forward):
         return row - 2 * (self.Nk - self.Nq), col
 
 
+@mutant(
+    "the causal mask is aligned by the wrong sign of Nk - Nq where there are more keys than queries, and at the top "
+    "left where there are fewer"
+)
+class WrongSignOfTheShift(Forward):
+    def check(self):
+        if not self.x.causal or self.Nq == self.Nk:
+            raise NotApplicable
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row - (self.Nk - self.Nq) - max(0, self.Nk - self.Nq), col
+
+    def end_of_keys(self, i):
+        return self.Nk
+
+
 @mutant("the mask is hidden * -inf, which is NaN where nothing is hidden, because 0 * -inf is NaN")
 class MaskTimesInfinity(Forward):
     def mask_causal(self, S, i, j):
@@ -557,6 +574,14 @@ class OnlyInDiagonalTiles(Forward):
     def mask_causal(self, S, i, j):
         full = max(0, i + 1 + self.Nk - self.Nq) // self.Bc * self.Bc
         return super().mask_causal(S, i, j) if j >= full else S
+
+
+@variant_of(WrongSignOfTheShift)
+class WrongSignOfTheShiftAndTheSmallestNumber(TheSmallestNumberInTheMatrixForm, WrongSignOfTheShift):
+    """A row that then sees no key gets the mean of the values."""
+
+    def check(self):
+        WrongSignOfTheShift.check(self)
 
 
 @variant_of(TopLeft)
