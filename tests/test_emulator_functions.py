@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from steps import engine
-from steps.step02_fa2_cuda import emulator
+from steps.step02_fa2_cuda import emulator, nvrtc
 from steps.workbook import check, runner, solution
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -129,6 +129,11 @@ def test_each_has_its_meaning(tmp_path):
     got = dict(zip(VALUES, y.tolist(), strict=True))
     wrong = {call: (x, VALUES[call]) for call, x in got.items() if not math.isclose(x, VALUES[call], rel_tol=1e-6)}
     assert not wrong
+
+
+def test_a_gpu_has_each_of_them_and_prints(tmp_path):
+    body = "".join(f"y[{n}] = {call};\n" for n, call in enumerate(VALUES)) + 'printf("%f\\n", y[0]);'
+    nvrtc.compile(kernel(tmp_path, body), {"NAN": "__int_as_float(0x7fffffff)"}, "sm_80")
 
 
 def test_a_header_is_refused_with_the_reason(tmp_path):
