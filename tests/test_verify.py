@@ -334,7 +334,8 @@ def test_options_that_would_help_and_what_torch_fails_too_are_told():
     small = "--tile", "32", "--head-dim", "32"
     _, text, written = verify(SDPA, *small)
     wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
-    assert wrong.keys() == {"fewer_queries_causal", "more_queries_causal", "large_scores"}
+    unequal = {"fewer_queries_causal", "more_queries_causal", "one_query_causal", "three_without_a_key"}
+    assert wrong.keys() == unequal | {"large_scores"}
     assert wrong["large_scores"][-1] == "torch's scaled_dot_product_attention fails this, too"
     assert all("fails this, too" not in wrong[name][-1] for name in wrong if name != "large_scores")
     assert [equal["mutants"] for equal in written["equals"]] == [["top_left"]]
@@ -481,7 +482,7 @@ def test_what_goes_wrong_in_a_later_case_is_told_beside_it(forms):
     code, text, written = verify(f"{forms}:only_even", *FITS_SDPA)
     assert code == 1
     wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
-    assert wrong.keys() == {"grouped_heads", "one_kv_head"}
+    assert wrong.keys() == {"grouped_heads", "one_kv_head", "pairs_of_heads"}
     assert wrong["one_kv_head"][0].startswith("NotImplementedError: no groups (forms.py, line ")
     assert "python -m steps verify --help" in text and text.splitlines()[-1].endswith("holds with --without gqa")
 
