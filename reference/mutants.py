@@ -42,11 +42,11 @@ class Forward:
     def check(self):
         """Raises NotApplicable where the mistake makes no difference."""
 
-    def run(self):
-        """{"out", "lse"} in float32."""
+    def run(self, only=None):
+        """{"out", "lse"} in float32. only: the first query of the one tile that is computed, if it is not all."""
         q = self.x.q.float()
         out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf)
-        for i in range(0, self.Nq, self.Br):
+        for i in range(0, self.Nq, self.Br) if only is None else (only,):
             Q_i = q[..., i : i + self.Br, :]
             m = torch.full(Q_i.shape[:-1], self.m_start)
             l, O = torch.zeros_like(m), torch.zeros_like(Q_i)
@@ -173,16 +173,23 @@ class Backward:
     def check(self):
         """Raises NotApplicable where the mistake makes no difference."""
 
-    def run(self):
-        """{"dq", "dk", "dv"} in float32."""
+    def run(self, only=None, keys=False):
+        """{"dq", "dk", "dv"} in float32.
+
+        only: the first query of the one tile that is computed, if it is not all, or with `keys` the first key. Of that
+        tile dq is then complete, or dk and dv.
+        """
         x = self.x
+        key_tiles, query_tiles = range(0, self.Nk, self.Bc), range(0, self.Nq, self.Br)
+        if only is not None:
+            key_tiles, query_tiles = ((only,), query_tiles) if keys else (key_tiles, (only,))
         K, V, out, lse = _saved(x, (self.Br, self.Bc), self.order)
         Q, dO = x.q.float(), x.dout.float()
         delta = self.delta(dO, out)
         dq, dk, dv = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
-        for j in range(0, self.Nk, self.Bc):
+        for j in key_tiles:
             keys = slice(j, min(j + self.Bc, self.Nk))
-            for i in range(0, self.Nq, self.Br):
+            for i in query_tiles:
                 rows = slice(i, min(i + self.Br, self.Nq))
                 S = self.score_scale() * (Q[..., rows, :] @ K[..., keys, :].mT)
                 P = self.probabilities(S, lse, rows)
@@ -374,11 +381,11 @@ class GlobalMaximum(Forward):
         if not self.x.q.numel() or not self.x.k.numel():
             raise NotApplicable
 
-    def run(self):
+    def run(self, only=None):
         S = self.scale * (self.x.q.float() @ self.K.mT)
         seen = attention.visible(self.Nq, self.Nk, self.x.causal)
         self.m_start = S.masked_fill(~seen, -math.inf).amax().item()
-        return super().run()
+        return super().run(only)
 
     def maximum(self, m, S):
         return m
@@ -485,6 +492,23 @@ class ShiftSubtracted(Forward):
         return row - 2 * (self.Nk - self.Nq), col
 
 
+@mutant(
+    "the causal mask is aligned by the wrong sign of Nk - Nq where there are more keys than queries, and at the top "
+    "left where there are fewer"
+)
+class WrongSignOfTheShift(Forward):
+    def check(self):
+        if not self.x.causal or self.Nq == self.Nk:
+            raise NotApplicable
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row - (self.Nk - self.Nq) - max(0, self.Nk - self.Nq), col
+
+    def end_of_keys(self, i):
+        return self.Nk
+
+
 @mutant("the mask is hidden * -inf, which is NaN where nothing is hidden, because 0 * -inf is NaN")
 class MaskTimesInfinity(Forward):
     def mask_causal(self, S, i, j):
@@ -551,6 +575,14 @@ class OnlyInDiagonalTiles(Forward):
     def mask_causal(self, S, i, j):
         full = max(0, i + 1 + self.Nk - self.Nq) // self.Bc * self.Bc
         return super().mask_causal(S, i, j) if j >= full else S
+
+
+@variant_of(WrongSignOfTheShift)
+class WrongSignOfTheShiftAndTheSmallestNumber(TheSmallestNumberInTheMatrixForm, WrongSignOfTheShift):
+    """A row that then sees no key gets the mean of the values."""
+
+    def check(self):
+        WrongSignOfTheShift.check(self)
 
 
 @variant_of(TopLeft)
@@ -897,10 +929,10 @@ class AxesExchanged(Forward):
         if self.Br != self.Bc:
             raise NotApplicable
 
-    def run(self):
+    def run(self, only=None):
         """As the forward, but for whole tiles, because zeros beyond the last query count too."""
         self.x = replace(self.x, q=torch.nn.functional.pad(self.x.q, (0, 0, 0, -self.Nq % self.Br)))
-        return {name: x[:, :, : self.Nq] for name, x in super().run().items()}
+        return {name: x[:, :, : self.Nq] for name, x in super().run(only).items()}
 
 
 @mutant("the maximum is taken over the queries of the tile, and not over the keys: the wrong axis")
@@ -1108,10 +1140,10 @@ class OperandMixedUp(Forward):
         if self.Br % 16 or self.Bc % 16:
             raise NotApplicable
 
-    def run(self):
+    def run(self, only=None):
         """As the forward, but for whole groups of 16 rows, because zeros beyond the last query change places too."""
         self.x = replace(self.x, q=torch.nn.functional.pad(self.x.q, (0, 0, 0, -self.Nq % 16)))
-        return {name: x[:, :, : self.Nq] for name, x in super().run().items()}
+        return {name: x[:, :, : self.Nq] for name, x in super().run(only).items()}
 
     def operand(self, P):
         # (..., rows / 16, row / 8 % 2, row % 8, keys / 16, key / 8 % 2, key / 2 % 4, key % 2)
@@ -1430,7 +1462,7 @@ class Ring(Forward):
             raise NotApplicable
         self.ranks, self.layout = self.x.ring
 
-    def run(self):
+    def run(self, only=None):
         q = self.x.q.float()
         out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf)
         for me in range(self.ranks):
@@ -1574,8 +1606,10 @@ class StripedDiagonalSeen(Ring):
 # ---- which mistake it is ---------------------------------------------------------------------------------------------
 
 
-def diagnose(rows, order):
+def diagnose(rows, order, masks=True):
     """The mutants that a wrong kernel's results equal. rows: (inputs, tile, results, expected) of every case it ran.
+
+    masks: whether mistakes about the mask are among them.
 
     Such a mutant agrees with the results on every case that it applies to, and it applies to every case with a wrong
     result. If out or lse is wrong, the forward's mutants are compared, on out and lse; otherwise the backward's, on dq,
@@ -1591,7 +1625,8 @@ def diagnose(rows, order):
         rows = [row for row in rows if _largest_lse(row[0][3]) < 1e6] or rows
     if not any(failures for _, failures in rows) or _nan_everywhere(rows):
         return []
-    return [m for m in MUTANTS if issubclass(m.kind, kind) and _explains(m, rows, names, order)]
+    known = [m for m in MUTANTS if issubclass(m.kind, kind) and (masks or not m.concerns_the_mask)]
+    return explaining(known, rows, names, order)
 
 
 def _largest_lse(want):
@@ -1666,11 +1701,18 @@ def rounding(sizes):
     return ""
 
 
-def _explains(mutant, rows, names, order):
-    return any(_equals(kind, rows, names, order) for kind in (mutant.kind, *mutant.kind.variants))
+def explaining(known, rows, names, order, seen=None):
+    """Those of the mutants `known` that the results of all rows equal. rows: as `diagnose` has them, a wrong one first.
+
+    names: the results that are compared. seen: a dictionary for who calls this with several tiles and orders.
+    """
+    look = _Look.at(*rows[0], names, {} if seen is None else seen)
+    return [m for m in known if any(_equals(kind, rows, names, order, look) for kind in (m.kind, *m.kind.variants))]
 
 
-def _equals(kind, rows, names, order):
+def _equals(kind, rows, names, order, look):
+    if look and look.rules_out(kind, order):
+        return False
     differs = False
     for (inputs, tile, got, want), failures in rows:
         try:
@@ -1683,6 +1725,107 @@ def _equals(kind, rows, names, order):
             return False
         differs |= bool(failures and error.failures({name: mistaken[name] for name in names}, want))
     return differs
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The tile of a case that is most wrong. Most mutants differ there already, after a fraction of the work."""
+
+    inputs: cases.Inputs
+    tile: tuple
+    by_keys: bool  # whether it is a tile of dk and dv
+    first: int  # its first query or key
+    found: dict  # {name: the results in it}
+    bounds: dict  # {name: how far a mutant's results may be from these}
+    seen: dict  # {what decides it: whether a mutant is ruled out}, as far as known
+
+    @classmethod
+    def at(cls, row, failures, names, seen):
+        """The look at a row, or None where a part does not tell what the whole would."""
+        inputs, tile, got, want = row
+        by_keys = "dq" in names and not failures.keys().isdisjoint(("dk", "dv"))
+        if "dq" in names:
+            names = ("dk", "dv") if by_keys else ("dq",)
+        bounds = {name: _bound(got[name], want.value[name], want.tolerance[name]) for name in names}
+        wrong = failures.keys() & names
+        if not wrong or None in bounds.values():
+            return None
+        step = tile[1 if by_keys else 0]
+        _, worst = max(_worst(got[name], want.value[name]) for name in wrong)
+        first = worst // step * step
+        of_tile = slice(first, first + step)
+        found = {name: got[name][:, :, of_tile].double() for name in names}
+        return cls(inputs, tile, by_keys, first, found, {name: x[:, :, of_tile] for name, x in bounds.items()}, seen)
+
+    def rules_out(self, kind, order):
+        """Whether a mutant's results in this tile differ by more than `_differ` would allow in the whole of them."""
+        if issubclass(kind, Ring):  # A rank's rows are no tile.
+            return False
+        try:
+            mutant = kind(self.inputs, self.tile, order)
+        except NotApplicable:
+            return True  # It cannot give the wrong result.
+        if not self.inputs.causal and _changed(kind).keys() <= MASK:  # Here it changes nothing.
+            kind = Backward if issubclass(kind, Backward) else Forward
+            mutant = kind(self.inputs, self.tile, order)
+        fits = mutant.Nq <= mutant.Br and mutant.Nk <= mutant.Bc and not _needs_the_tile(kind)
+        either = _changed(kind).keys() <= BEFORE_OR_AFTER
+        decides = id(self.inputs), *self.found, kind, None if either else order, None if fits else self.tile
+        if decides not in self.seen:
+            self.seen[decides] = self.differs_from(mutant)
+        return self.seen[decides]
+
+    def differs_from(self, mutant):
+        mistaken = mutant.run(self.first, keys=True) if self.by_keys else mutant.run(self.first)
+        for name, x in self.found.items():
+            y = mistaken[name][:, :, self.first : self.first + x.shape[2]].double()
+            if not torch.equal(_kind(x), _kind(y)) or ((x - y).abs() > self.bounds[name])[x.isfinite()].any():
+                return True
+        return False
+
+
+MASK = {"positions", "hidden", "hidden_score", "mask_causal", "end_of_keys"}  # the steps that a causal mask alone needs
+# The steps before the scores reach m, l and O, and after the last of them: there the order of loops changes nothing.
+BEFORE_OR_AFTER = MASK | {"choose_scale", "key_head", "load", "key_tiles", "mask_tail", "finish"}
+
+
+@functools.cache
+def _changed(kind):
+    """{name: function or value}: the steps that a mutant changes."""
+    right = Backward if issubclass(kind, Backward) else Forward
+    own = {name: x for base in kind.__mro__[: kind.__mro__.index(right)][::-1] for name, x in vars(base).items()}
+    return {name: x for name, x in own.items() if not name.startswith("__") and name not in ("check", "variants")}
+
+
+@functools.cache
+def _needs_the_tile(kind):
+    """Whether its results depend on the size of a tile that is large enough for the whole case."""
+    codes = [getattr(x, "__code__", None) for x in _changed(kind).values()]
+    return not _changed(kind).keys().isdisjoint(("load", "mask_tail", "key_tiles")) or any(
+        {"Br", "Bc"} & set(code.co_names) for code in codes if code
+    )
+
+
+def _worst(x, ref):
+    """(how far the result is off at most, the position of a query or a key at which it is)"""
+    off = (x.double() - ref).abs().masked_fill(x == ref, 0).nan_to_num(math.inf)
+    off, position = off.transpose(0, 2).flatten(1).amax(1).max(0)
+    return off.item(), position.item()
+
+
+def _bound(got, want, tolerance):
+    """How far a mutant's entries can be from these, row by row, if `_differ` finds that it gives the same; None if any.
+
+    `_differ` allows 2 tolerances, which `_tolerances` may have increased, and 1e-4 of the largest entry. Both are
+    computed from the whole of the mutant's results. If these are the same, they are as large as the ones at hand.
+    """
+    size = got.double().abs().where(got.isfinite(), 0)
+    reference = max(error._largest(want), 1e-30)
+    if not size.numel() or size.max() > 2.0**99 or tolerance > 0.2 * reference:
+        return None
+    growth = max(1, 2 * size.max().item() / reference)
+    rows = size.amax(-1, keepdim=True).expand(size.shape)
+    return 3 * growth * tolerance + 2e-4 * rows  # more than needed, for what the tile makes of the rounding
 
 
 def _tolerances(mistaken, want):

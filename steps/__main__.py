@@ -15,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -42,10 +41,16 @@ console = Console()
 Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 or 04.")]
 
 
+# They compute nothing in this process, so they need not wait for torch.
+WITHOUT_TORCH = "check", "hint", "solution", "grade"
+
+
 @app.callback()
-def settings():
+def settings(context: typer.Context):
     """FlashAttention in five stages."""
-    if engine.name == "cpu":
+    if engine.name == "cpu" and context.invoked_subcommand not in WITHOUT_TORCH:
+        import torch
+
         torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
 
 
@@ -346,6 +351,8 @@ def bench(
     With --sustained there are clock and power beside the speed, of the best rung of stage 02, or of --stage and
     --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.
     """
+    import torch
+
     from steps.bench import __main__ as measuring
     from steps.bench import cost, rows
     from steps.bench import grid as grids
@@ -411,6 +418,8 @@ CASES_OF_A_FILE = "ragged_causal", "more_queries_causal", "explicit_scale", "sco
 @app.command("engine")
 def show_engine():
     """What runs the kernels here, stage by stage, and the versions behind it: the facts for a report of a fault."""
+    import torch
+
     from steps.demo.compare import ENGINES
 
     asked = os.environ.get("STEPS_ENGINE")
@@ -486,6 +495,8 @@ def verify(
     def attention(q, k, v, causal, scale):
         return theirs(q, k, v, causal, scale, False)
     """
+    import torch
+
     from steps.verify import adapters, anybody, verdict
     from steps.workbook.outcome import case_lines
 

@@ -10,12 +10,11 @@ Numba and Triton read NUMBA_ENABLE_CUDASIM and TRITON_INTERPRET while they are b
 here, and importing this module too late is an error rather than a silent mixture of engines.
 """
 
+import ctypes
 import functools
 import os
 import sys
 import threading
-
-import torch
 
 
 def _choose(asked: str | None, gpu: bool) -> str:
@@ -41,7 +40,19 @@ def _configure(name: str) -> None:
         os.environ[variable] = wanted
 
 
-name: str = _choose(os.environ.get("STEPS_ENGINE"), torch.cuda.is_available())
+def _sees_a_gpu() -> bool:
+    """Whether torch sees a GPU. Without NVIDIA's driver it sees none, and takes a second to import."""
+    if sys.platform == "linux" and "torch" not in sys.modules:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+name: str = _choose(os.environ.get("STEPS_ENGINE"), _sees_a_gpu())
 device: str = "cuda" if name == "cuda" else "cpu"
 _configure(name)
 
@@ -100,6 +111,8 @@ def one_at_a_time(function):
 def describe() -> str:
     """One short line for people. `python -m steps engine` tells the rest."""
     if name == "cuda":
+        import torch
+
         count = torch.cuda.device_count()
         says = torch.cuda.get_device_name() + (f" x {count}" if count > 1 else "")
     elif name == "compile":

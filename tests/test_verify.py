@@ -181,7 +181,36 @@ def test_a_large_negative_number_for_hidden_scores_is_named(monkeypatch, hidden_
     _, text, written = verify_function(monkeypatch, function, "--without", "backward" + MORE, "--tile", "16")
     assert written["equals"] == [{"case": "", "mutants": ["masked_to_minus1e9"]}], text
     wrong = {row["name"] for row in written["cases"] if row["wrong"]}
-    assert wrong == {"more_queries_causal"} | ({"large_scores"} if hidden_score == -1e9 else set())
+    without_a_key = {"more_queries_causal", "three_without_a_key"}
+    assert wrong == without_a_key | ({"large_scores"} if hidden_score == -1e9 else set())
+
+
+def heads_dealt_in_turn(q, k, v, causal, scale):
+    """Query head h reads key head h mod Hk, and a row that sees no key gets the mean, as in several packages."""
+    k, v = (x.repeat(1, q.shape[1] // max(1, x.shape[1]), 1, 1) for x in (k, v))
+    return in_matrix_form(torch.finfo(torch.float32).min, q, k, v, causal, scale)
+
+
+def wrong_sign(q, k, v, causal, scale):
+    """The mask is shifted the wrong way, and only where there are more keys than queries."""
+    S = scale * q @ k.mT
+    if causal:
+        hidden = torch.ones(S.shape[-2:], dtype=torch.bool).triu(1 - max(0, k.shape[-2] - q.shape[-2]))
+        S = S.masked_fill(hidden, torch.finfo(torch.float32).min)
+    return S.softmax(-1) @ v
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="they compute on the CPU")
+@pytest.mark.parametrize(
+    "function, without, names",
+    [
+        (heads_dealt_in_turn, "", ["masked_to_minus1e9", "heads_interleaved"]),
+        (wrong_sign, ",gqa", ["wrong_sign_of_the_shift"]),
+    ],
+)
+def test_what_differs_in_two_cases_only_is_named(monkeypatch, function, without, names):
+    _, text, written = verify_function(monkeypatch, function, "--without", "backward" + without, "--tile", "16")
+    assert [name for row in written["equals"] for name in row["mutants"]] == names, text
 
 
 def off_by_little(q, k, v, causal, scale):
@@ -305,7 +334,8 @@ def test_options_that_would_help_and_what_torch_fails_too_are_told():
     small = "--tile", "32", "--head-dim", "32"
     _, text, written = verify(SDPA, *small)
     wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
-    assert wrong.keys() == {"fewer_queries_causal", "more_queries_causal", "large_scores"}
+    unequal = {"fewer_queries_causal", "more_queries_causal", "one_query_causal", "three_without_a_key"}
+    assert wrong.keys() == unequal | {"large_scores"}
     assert wrong["large_scores"][-1] == "torch's scaled_dot_product_attention fails this, too"
     assert all("fails this, too" not in wrong[name][-1] for name in wrong if name != "large_scores")
     assert [equal["mutants"] for equal in written["equals"]] == [["top_left"]]
@@ -452,7 +482,7 @@ def test_what_goes_wrong_in_a_later_case_is_told_beside_it(forms):
     code, text, written = verify(f"{forms}:only_even", *FITS_SDPA)
     assert code == 1
     wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
-    assert wrong.keys() == {"grouped_heads", "one_kv_head"}
+    assert wrong.keys() == {"grouped_heads", "one_kv_head", "pairs_of_heads"}
     assert wrong["one_kv_head"][0].startswith("NotImplementedError: no groups (forms.py, line ")
     assert "python -m steps verify --help" in text and text.splitlines()[-1].endswith("holds with --without gqa")
 

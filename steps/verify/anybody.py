@@ -51,7 +51,8 @@ class Claims:
         head_dims = [cases.Case(f"head_dim_{D}", f"head_dim {D}", D=D, H=1, causal=True) for D in self.head_dims]
         rows = [(case, dtype) for case, dtype, lacks in cases.select(self.supports, gpu) if not lacks]
         rows = [(self.fitted(case), dtype) for case, dtype in rows if not case.name.startswith("head_dim")]
-        rows += [(self.fitted(case), self.dtypes[0]) for case in (*head_dims, *MORE)]
+        more = [case for case in (*head_dims, *MORE) if not cases._missing(case, self.supports, gpu)]
+        rows += [(self.fitted(case), self.dtypes[0]) for case in more]
         rows = [(case, dtype) for case, dtype in rows if case]
         return sorted(rows, key=lambda row: row[0].place == "offset")  # Last: it may end all work of the GPU.
 
@@ -91,11 +92,17 @@ def _one_past(T):
 # What --without can leave out, as it names them.
 PROPERTIES = [field.name.replace("_", "-") for field in fields(Claims) if field.default is True]
 
-# What is asked of functions from elsewhere, beside the contract's cases.
+# What is asked of functions from elsewhere, beside the contract's cases. A mistake that others accompany is named if
+# two cases carry it, so there are two with grouped heads, with fewer queries, and with rows that see no key.
 MORE = (
     *(_one_past(T) for T in (16, 32, 64, 128)),
     cases.Case("explicit_scale_causal", "causal, a scale other than 1/sqrt(D)", scale=0.3, causal=True),
-)
+    cases.Case("pairs_of_heads", "grouped heads: 2 query heads share each key head", H=6, Hk=3),
+    cases.Case("one_query_causal", "causal with one query, the last: it sees every key", H=1, causal=True,
+               Nq=lambda T: 1, Nk=lambda T: T + 5),
+    cases.Case("three_without_a_key", "causal with three queries more than keys: these see no key", H=1, causal=True,
+               Nq=lambda T: T + 4, Nk=lambda T: T + 1),
+)  # fmt: skip
 
 
 def load(target):

@@ -164,33 +164,34 @@ def mistakes(kept, tile):
     likely = [pair for pair in TILES if max(pair) <= 2 * tile]
     if not wrong or mutants._nan_everywhere([((x, tile, got, want), f) for _, (x, got, want), f in wrong]):
         return []
+    seen = {}
     for pair, order in product([(tile, tile), *likely], ("fa2", "fa1")):
-        if found := _equal(rows, pair, order):
+        if found := _equal(rows, pair, order, seen):
             return [("", found)]
     found = {}
     left = [row for row in wrong if _can_be_told(row)][:6]  # where more are wrong, it is seldom two known mistakes
     for pair in (tile, tile), *likely:
-        told = [(row[0], _equal([row], pair, "fa2")) for row in left]
+        told = [(row[0], _equal([row], pair, "fa2", seen)) for row in left]
         for m in mutants.MUTANTS:
             carriers = [says for says, equal in told if m in equal]
-            others = [row for row in rows if row[0] not in carriers]
-            if len(carriers) > 1 and not any(_contradicts(m, row, pair) for row in others):
+            if len(carriers) > 1 and any(_fits(kind, rows, pair) for kind in (m.kind, *m.kind.variants)):
                 found.setdefault("; ".join(carriers), []).append(m)
         left = [row for row in left if row[0] not in "; ".join(found)]
-        if not left:
+        if len(left) < 2:  # Nothing can have two carriers any more.
             break
     return list(found.items())
 
 
-def _contradicts(mutant, row, tile):
-    """Whether the mutant's results are wrong in this case, and others than these."""
-    _, (x, got, want), _ = row
-    try:
-        mistaken = {name: t for name, t in mutant.kind(x, tile, "fa2").run().items() if name in got}
-    except mutants.NotApplicable:
-        return False
-    same = not mutants._differ({name: got[name] for name in mistaken}, mistaken, mutants._tolerances(mistaken, want))
-    return bool(error.failures(mistaken, want)) and not same
+def _fits(kind, rows, tile):
+    """Whether the mutant's results are in no case wrong and others than these."""
+    for _, (x, got, want), _ in rows:
+        with contextlib.suppress(mutants.NotApplicable):
+            mistaken = {name: t for name, t in kind(x, tile, "fa2").run().items() if name in got}
+            found = {name: got[name] for name in mistaken}
+            wrong = error.failures(mistaken, want)
+            if wrong and mutants._differ(found, mistaken, mutants._tolerances(mistaken, want)):
+                return False
+    return True
 
 
 def remark(kept, tile):
@@ -205,7 +206,7 @@ def options(rows, claims, named):
     found, unclaimed = [], []
     if not claims.top_left and any(m.name == "top_left" for _, equal in named for m in equal):
         found.append("--top-left")
-        failed -= {"fewer_queries_causal", "more_queries_causal"}
+        failed -= {case.name for case, _ in claims.cases(engine.name == "cuda") if case.causal and case.Nk}
     for name in ("large_scores", "empty", "offset", "gqa", "strides", "nq_ne_nk"):  # the narrow ones first
         fewer = {case.name for case, _ in replace(claims, **{name: False}).cases(engine.name == "cuda")}
         if left_out := failed & (asked - fewer):
@@ -231,15 +232,15 @@ def _can_be_told(row):
     return all(x.isfinite().any() and not (x.isnan() & ref.isfinite()).any() for x, ref in pairs)
 
 
-def _equal(rows, tile, order):
-    """The mutants that the results of all the rows equal, with these tiles and this order of loops."""
+def _equal(rows, tile, order, seen):
+    """The mutants that the results of all the rows equal, with these tiles and this order of loops. seen: see there."""
     wrong = {name for _, _, failures in rows for name in failures}
     forward = wrong & {"out", "lse"}  # The gradients are computed from these, and wrong with them.
     kind, names = (mutants.Forward, ("out", "lse")) if forward else (mutants.Backward, ("dq", "dk", "dv"))
     names = [name for name in names if name in rows[0][1][1]]
     rows = [((x, tile, got, want), failures) for _, (x, got, want), failures in rows]
     known = [m for m in mutants.MUTANTS if issubclass(m.kind, kind) and ("lse" in names or not m.kind.needs_lse)]
-    return [m for m in known if mutants._explains(m, rows, names, order)]
+    return mutants.explaining(known, rows, names, order, seen)
 
 
 def speed(function, claims):

@@ -86,12 +86,10 @@ def exercise(job, tell):
             products.bits = 16 if judge is edges.many_tiles else 32
         of_edges += (wrong := judge(job, supports, lambda *case: _results(stage, job, *case)))
         tell(says=says, wrong=wrong)
-    found = mutants.diagnose(rows, job["order"] or supports["order"])
+    # A function that hides nothing cannot make a mistake about the mask.
+    found = mutants.diagnose(rows, job["order"] or supports["order"], job["masks"])
     of_the_mask = [m for m in found if m.concerns_the_mask]
-    if not job["masks"]:  # A function that hides nothing cannot make such a mistake.
-        found = [m for m in found if m not in of_the_mask]
-    elif of_the_mask:  # Where everything is NaN, mistakes elsewhere give the same.
-        found = of_the_mask
+    found = of_the_mask or found  # Where everything is NaN, mistakes elsewhere give the same.
     remark = mutants.remark(rows) if failed and not found else ""
     shown = _first_difference(job, failed) if not found or of_the_mask else []
     tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=memory[:1] + shown,

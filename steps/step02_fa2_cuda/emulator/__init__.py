@@ -11,11 +11,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 from .. import cache
+from . import absent
 
 HERE = Path(__file__).parent
 ORDERS = ("forward", "reverse", "random")
@@ -31,7 +33,11 @@ _KNOWN = [_SET] if shutil.which("g++") and subprocess.run(_PROBE, capture_output
 # A loop with a constant end that passes the end of an array is refused. The kernel might give right numbers by luck.
 _CHECKED = ["-Werror=aggressive-loop-optimizations"]
 _LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # A kernel is then compiled in a fifth less time.
+# C's headers declare functions that no library has, such as __sinhf. They are missed here and not at loading.
+_WHOLE = ["-Wl,-z,defs"] if sys.platform == "linux" else []
 _FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, *_KNOWN, *_CHECKED, *_LINKER, "-g1", "-fPIC", "-fvisibility=hidden"]
+# Before a kernel's text: what must not be in the headers, because C's own come after them.
+_ONLY_HERE = "#define printf emulator::print\n#pragma GCC poison asm __asm __asm__\n"
 _counts = None  # inside `count_conflicts`: {"file:line": (accesses, wavefronts)}
 _additions = None  # inside `count_additions`: {kernel: atomic additions}
 _unwritten = None  # inside `find_unwritten`: [what was found]
@@ -162,9 +168,9 @@ def compile(file: Path, macros: dict) -> Path:
     # The macros stand after the headers, which use such names themselves.
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     exports = "".join(f"EMULATOR_KERNEL({name})\n" for name in kernels)
-    text = f'{defines}#line 1 "{file.name}"\n{source}\n{exports}'
+    text = f'{_ONLY_HERE}{defines}#line 1 "{file.name}"\n{absent.without_headers(source)}\n{exports}'
     emulation = [HERE.parent / "ptx.cuh", *sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]
-    common = "g++", _version(), _FLAGS, [path.read_text() for path in emulation]
+    common = "g++", _version(), [*_FLAGS, *_WHOLE], [path.read_text() for path in emulation]
     make = functools.partial(_compile, text, common, file.parent)
     return cache.get((*common, text), ".so", make)
 
@@ -181,7 +187,7 @@ def _compile(text, common, folder, path):
     # it looks for name.h.gch first.
     headers = cache.get((*common, "headers"), ".h.gch", _compile_headers).with_suffix("")
     rest = cache.get((*common, "rest"), ".o", functools.partial(_compile_rest, headers))
-    options = *_FLAGS, f"-I{HERE.parent}", "-include", headers
+    options = *_FLAGS, *_WHOLE, f"-I{HERE.parent}", "-include", headers
     # The working directory is where debuggers look for the source.
     _run_compiler(*options, "-shared", "-x", "c++", "-", "-x", "none", rest, "-o", path, input=text, cwd=folder)
 
@@ -199,7 +205,7 @@ def _run_compiler(*options, **run):
     english = os.environ | {"LC_ALL": "C"}
     made = subprocess.run(["g++", *options], text=True, capture_output=True, env=english, **run)
     if made.returncode:
-        raise RuntimeError(f"g++ cannot compile the kernel:\n{made.stderr}")
+        raise RuntimeError(f"g++ cannot compile the kernel:\n{absent.advised(made.stderr, run.get('cwd'))}")
 
 
 @functools.cache

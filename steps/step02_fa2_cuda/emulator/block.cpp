@@ -50,6 +50,15 @@ std::string text(const char* format, ...) {
   return made;
 }
 
+int print(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  int written = vprintf(format, arguments);
+  va_end(arguments);
+  fflush(stdout);
+  return written;
+}
+
 std::string name(const dim3& i) { return text("(%u, %u, %u)", i.x, i.y, i.z); }
 
 std::string name(const Site& s) {

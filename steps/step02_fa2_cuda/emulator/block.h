@@ -74,6 +74,9 @@ extern std::string error;  // if it is not empty, the launch has failed
 // Makes a text by the rules of printf, which compiles much faster than C++'s concatenation of strings.
 __attribute__((cold, format(printf, 1, 2))) std::string text(const char* format, ...);
 std::string name(const Site& s);
+
+// A kernel's printf. It writes at once, because the process may be ended while the kernel runs.
+__attribute__((cold, format(printf, 1, 2))) int print(const char* format, ...);
 std::string name(const dim3& i);
 
 // Ends the launch. The running thread never goes on, and the text becomes an exception in Python.

@@ -3,8 +3,8 @@
 #pragma once
 #include <type_traits>
 
+#include "functions.h"
 #include "memory.h"
-#include "numbers.h"
 
 #define __global__
 #define __device__
@@ -29,6 +29,9 @@ inline void __syncthreads(EMULATOR_SITE) {
   int n = int(threads.size());
   meet(block_meeting, n, current->rank, nullptr, "__syncthreads", {file, line}, [](void**) {});
 }
+
+template <class E> E __ldg(const E* p) { return *p; }
+template <class E> auto __ldg(Global<E> p, emulator::Index first = 0) { return p[first]; }
 
 inline void __threadfence() {}  // in the emulation all memory accesses happen in order
 

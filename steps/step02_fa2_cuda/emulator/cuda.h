@@ -44,10 +44,11 @@
 //     kernels on a GPU
 //
 // fiber.h switches stacks, block.h schedules, conflicts.cpp counts bank conflicts, memory.h checks accesses,
-// writes.cpp finds the blocks that write to one element and counts atomic additions, numbers.h rounds, and
-// builtins.h has the names of CUDA. The names of ptx.cuh are in warp.h, asynchronous.h, hopper.h and wgmma.h.
-// What does not depend on a kernel's types is in the .cpp beside a header, which is compiled once and linked
-// with every kernel.
+// writes.cpp finds the blocks that write to one element and counts atomic additions, numbers.h rounds,
+// functions.h has CUDA's mathematics and builtins.h its other names; absent.py says what to write for those
+// that there are not. The names of ptx.cuh are in warp.h, asynchronous.h, hopper.h and wgmma.h. What does not
+// depend on a kernel's types is in the .cpp beside a header, which is compiled once and linked with every
+// kernel.
 #pragma once
 #include "wgmma.h"
 

@@ -121,5 +121,5 @@ def diagnose(rows):
     if not any(failures):
         return []
     names = list(rows[0][0][2])
-    forward = (m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Forward))
-    return [m for m in forward if mutants._explains(m, rows, names, "fa2")]
+    forward = [m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Forward)]
+    return mutants.explaining(forward, rows, names, "fa2")
