@@ -5,7 +5,7 @@ import os
 import threading
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -175,11 +175,12 @@ def mistakes(kept, tile):
         for m in mutants.MUTANTS:
             carriers = [says for says, equal in told if m in equal]
             if len(carriers) > 1 and any(_fits(kind, rows, pair) for kind in (m.kind, *m.kind.variants)):
-                found.setdefault("; ".join(carriers), []).append(m)
-        left = [row for row in left if row[0] not in "; ".join(found)]
+                found.setdefault(tuple(carriers), []).append(m)
+        left = [row for row in left if row[0] not in chain(*found)]
         if len(left) < 2:  # Nothing can have two carriers any more.
             break
-    return list(found.items())
+    # A mistake that explains more of the cases explains these, too.
+    return [("; ".join(some), equal) for some, equal in found.items() if not any({*some} < {*more} for more in found)]
 
 
 def _fits(kind, rows, tile):
