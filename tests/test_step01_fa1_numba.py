@@ -180,6 +180,9 @@ def test_tiles_that_are_longer_one_way(rung):
 def test_too_many_numbers_for_the_registers_raise_with_the_sum():
     with pytest.raises(ValueError, match=r"8 x 16 \+ 8 x 16 = 256 numbers in registers, and a thread has 255"):
         fwd_2_registers.check_registers("tile (128, 128), head_dim 128", (8, 16), (8, 16))
+    fwd_2_registers.check_registers("of 255, all but 60", (15, 13))
+    with pytest.raises(ValueError, match="14 x 14 = 196 numbers"):
+        fwd_2_registers.check_registers("one more", (14, 14))
 
 
 @pytest.mark.parametrize("rung", step01.RUNGS)
