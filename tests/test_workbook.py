@@ -196,8 +196,9 @@ def edits_of(planted):
 
 # So many mistakes a short run plants into an exercise that is slow to check: in Numba's simulator, in Triton, on ranks,
 # or where each answer is compiled.
-FEW = {"01.1": 6, "01.2": 4, "01.3": 4, "02.1": 6, "02.2": 4, "02.3": 3, "02.4": 2, "02.5": 3, "02.6": 3, "02.7": 2}
-FEW |= {"03.1": 1, "03.2": 1, "03.3": 0, "03.7": 1, "04.1": 7}
+FEW = {"01.1": 3, "01.2": 3, "01.3": 3, "02.1": 6, "02.2": 4, "02.3": 3, "02.4": 2, "02.5": 3, "02.6": 3, "02.7": 2}
+FEW |= {"02.8": 7, "02.9": 5, "02.10": 7, "03.1": 1, "03.2": 1, "03.3": 0, "03.7": 1}
+FEW |= {"04.1": 5, "04.2": 6, "04.3": 7, "04.4": 5}
 
 
 def planted(row):
