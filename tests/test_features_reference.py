@@ -286,6 +286,13 @@ def test_triton_gives_the_same_words():
         assert torch.equal(words.cpu(), torch.from_numpy(np.stack(ours).view("int32")))
 
 
+@pytest.mark.parametrize("p, kept", [(0.0, 256), (0.001, 256), (0.25, 192), (0.998, 1), (0.9999, 1), (1.0, 0)])
+def test_one_value_of_a_byte_at_least_is_kept_unless_all_are_to_be_dropped(p, kept):
+    """As the kernels do: with 0 of 256 a p below 1 would give 1 / (1 - p) times nothing."""
+    assert philox.threshold(p) == kept and philox.rounded(p) == 1 - kept / 256
+
+
+
 def test_the_keep_mask_by_hand():
     seed, p, first_query, first_key = 2**35 + 11, 0.25, 6, 13
     mask = philox.keep_mask(seed, 2, 3, 4, 40, p, first_query, first_key)

@@ -179,6 +179,12 @@ def test_there_is_no_exercise_of_that_name():
 # The verdicts on right and on wrong answers.
 
 
+def test_tasks_are_listed_by_their_numbers():
+    """The tenth comes behind the ninth."""
+    listed = [task.id for task in exercises.of_stage("02")]
+    assert listed == [f"02.{n}" for n in range(1, 12)] + ["02.bug1", "02.bug2", "02.bug3"]
+
+
 @pytest.mark.parametrize("id", FUNCTIONS)
 def test_the_stages_own_body_passes(id):
     task = FUNCTIONS[id]
