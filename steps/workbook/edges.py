@@ -11,7 +11,7 @@ import torch
 
 from reference import cases, error
 from steps import engine
-from steps.workbook import differences
+from steps.workbook import differences, probe
 
 # (lse, lse_block, out and lse after the merge), with 2 in out_block and 1 in out, or 0 where lse is -inf.
 MERGES = (
@@ -112,7 +112,13 @@ def merge(job, supports, results):
     return lines
 
 
+def other_tiles(job, supports, results):
+    """The function of stage 02 alone, in a tile of a shape that is compiled for a GPU only."""
+    return probe.other_tiles(job) if engine.name == "cpu" else []
+
+
 EDGES = {
+    "other_tiles": ("the function alone, in a tile of another shape", other_tiles),
     "minus_infinity": ("scores of -inf count as masked", minus_infinity),
     "nan": ("a NaN in q stays in its row", nan),
     "many_tiles": ("24 tiles of keys in float16", many_tiles),

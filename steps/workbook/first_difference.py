@@ -209,6 +209,11 @@ def is_changed(before, copy, given):
     return x is not None and _equal(x, own) and not _equal(x, yours)
 
 
+def is_same(x, y):
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
 def _equal(x, y):
     return torch.equal(x.nan_to_num(7e77) if x.is_floating_point() else x,
                        y.nan_to_num(7e77) if y.is_floating_point() else y)  # fmt: skip

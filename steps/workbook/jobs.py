@@ -229,10 +229,23 @@ def _results(stage, job, case, inputs, want):
         return _of_chunks(merge, inputs, last_first=case.says.endswith(LAST_FIRST))
     kernel, tensors = one_rung.on_rung(stage, job["rung"]), (inputs.q, inputs.k, inputs.v)
     if ".fwd_" in job["module"]:
-        return dict(zip(error.NAMES[:2], kernel.forward(*tensors, **inputs.options), strict=True))
+        with _unchanged(q=inputs.q, k=inputs.k, v=inputs.v):
+            return dict(zip(error.NAMES[:2], kernel.forward(*tensors, **inputs.options), strict=True))
     single = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     out, lse = want.value["out"].to(inputs.q.dtype), want.value["lse"].to(single)
-    return dict(zip(error.NAMES[2:], kernel.backward(inputs.dout, *tensors, out, lse, **inputs.options), strict=True))
+    given = (inputs.dout, *tensors, out, lse)
+    with _unchanged(**dict(zip(("dout", "q", "k", "v", "out", "lse"), given, strict=True))):
+        return dict(zip(error.NAMES[2:], kernel.backward(*given, **inputs.options), strict=True))
+
+
+@contextlib.contextmanager
+def _unchanged(**given):
+    """Raises WrongReturn if something has been written to the caller's tensors."""
+    before = _clones(given)
+    yield
+    for name, x in given.items():
+        if not first_difference.is_same(x, before[name]):
+            raise WrongReturn(f"changes {name}, which belongs to the caller of attention: work on a copy")
 
 
 def _of_chunks(merge, x, last_first):

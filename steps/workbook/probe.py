@@ -1,7 +1,7 @@
 """The first difference of a function of stage 02: a small kernel calls it in the emulation with numbers that tell.
 
-The kernel stands behind the file's text up to the answer, and behind the text up to the stage's own function. Only
-wrong answers are probed.
+The kernel stands behind the file's text up to the answer, and behind the text up to the stage's own function. Wrong
+answers are probed, and those whose function must hold in tiles that no case of the emulation has.
 """
 
 import os
@@ -76,27 +76,45 @@ extern "C" __global__ void probe(Global<const int> sizes, Global<int> found, int
     found[i] = keys_seen(sizes[4 * i], sizes[4 * i + 1], sizes[4 * i + 2], sizes[4 * i + 3]);
 }
 """
+# A tile of other than Br or Bc rows, with two slabs.
+AT = """
+extern "C" __global__ void probe(Global<int> found) {
+  for (int row = 0; row < 48; row++)
+    for (int column = 0; column < D; column++) found[row * D + column] = at(48, row, column);
+}
+"""
 MACROS = {"T": "bf16", "D": 32, "Br": 16, "Bc": 16}
 FLOAT_TO_INT = r"^{file}:(\d+):\d+: warning: conversion from '(?:float|double)' to '(?!float|double)([\w ]+)"
 
 
 def explain(job):
     """The lines about what the function does first that the stage's own does not; [] if nothing is found."""
-    path = Path(job["folder"]) / "steps" / job["file"]
-    yours = path.read_text()
-    lines = _conversions(yours, job["label"])
-    judge = {"02.1": _update, "02.2": _gradient, "02.3": _delta, "02.5": _operand, "02.6": _seen, "02.7": _lanes}
-    if job["id"] not in judge:
-        return lines
-    before = job["original"].splitlines()
+    judge = {"02.1": _update, "02.2": _gradient, "02.3": _delta, "02.4": _address, "02.5": _operand, "02.6": _seen,
+             "02.7": _lanes}  # fmt: skip
+    return _conversions(_yours(job), job["label"]) + _judged(job, judge.get(job["id"]))
+
+
+def other_tiles(job):
+    """The lines about what is wrong in a tile of another shape than those of the emulation's cases."""
+    return _judged(job, {"02.4": _address, "02.6": _enough}[job["id"]])
+
+
+def _yours(job):
+    return (Path(job["folder"]) / "steps" / job["file"]).read_text()
+
+
+def _judged(job, judge):
+    if judge is None:
+        return []
+    path, yours, before = Path(job["folder"]) / "steps" / job["file"], _yours(job), job["original"].splitlines()
     right = "\n".join(before[: cuda_span(job["original"], job["function"]).stop])
     texts = [path.with_name(f"probe_{name}.cu") for name in ("yours", "right")]
     for file, text in zip(texts, (yours[: yours.rindex("#line")], right), strict=True):
         file.write_text(text + "\n")
     try:
-        return lines + judge[job["id"]](*texts)
+        return judge(*texts)
     except RuntimeError:  # The probe cannot be compiled, or leaves an array, which the report of the cases tells.
-        return lines
+        return []
 
 
 def _conversions(text, label):
@@ -154,6 +172,20 @@ def _entry(bits):
     return f"P[{(int(number) - 1) // 16}][{(int(number) - 1) % 16}]"
 
 
+def _address(yours, right):
+    """Any arrangement of the tile will do in which no two numbers meet, and chunks of 8 stay together."""
+    found = _run(yours, AT, torch.zeros(48, 128, dtype=torch.int32), D=128, Bc=32)
+    taken = {}
+    for row, column in ((row, column) for row in range(48) for column in range(128)):
+        at, where = found[row, column].item(), f"row {row}, column {column} of a tile of 48 rows and D = 128 columns"
+        if not 0 <= at < 48 * 128:
+            return [f"{where} lies at {at}, outside of the tile's {48 * 128} numbers."]
+        if at in taken:
+            return [f"{where} lies at {at}, as does {taken[at]}."]
+        taken[at] = f"row {row}, column {column}"
+    return []
+
+
 def _lanes(*files):
     tile = dict(D=64, Br=64, Bc=64, WARPS=8, HEADS_APART=0)
     yours, right = _both(files, LANE_ROW, torch.zeros(3, 32, dtype=torch.int32), block=32, **tile)
@@ -206,15 +238,31 @@ def _delta(*files):
     return [f"For dO = (1, 2, 3, 4) and O = (5, 6, 7, 8) your function returns {yours[0]:g}; expected {right[0]:g}."]
 
 
+ASKED = [(tile, Nq, Nk, causal) for Nq, Nk in ((20, 20), (20, 50), (50, 20), (5, 40)) for causal in (0, 1)
+         for tile in range(-(-Nq // 16))]  # fmt: skip
+
+
+def _keys_seen(*files, Br=16):
+    found = torch.zeros(len(ASKED), dtype=torch.int32)
+    kernel = KEYS_SEEN.replace(", Global<int> found, int n", ", Global<int> found").replace("n;", f"{len(ASKED)};")
+    return _both(files, kernel, found, torch.tensor(ASKED, dtype=torch.int32), Br=Br)
+
+
 def _seen(*files):
-    asked = [(tile, Nq, Nk, causal) for Nq, Nk in ((20, 20), (20, 50), (50, 20), (5, 40)) for causal in (0, 1)
-             for tile in range(-(-Nq // 16))]  # fmt: skip
-    sizes = torch.tensor(asked, dtype=torch.int32)
-    found = torch.zeros(len(asked), dtype=torch.int32)
-    kernel = KEYS_SEEN.replace(", Global<int> found, int n", ", Global<int> found").replace("n;", f"{len(asked)};")
-    yours, right = _both(files, kernel, found, sizes)
+    yours, right = _keys_seen(*files)
     if (place := _first(yours, right)) is None:
         return []
-    tile, Nq, Nk, causal = asked[place[0]]
+    tile, Nq, Nk, causal = ASKED[place[0]]
     where = f"tile = {tile}, Nq = {Nq}, Nk = {Nk}, causal = {causal}, with Br = 16"
     return [f"For {where} your function returns {yours[place]}; expected {right[place]}."]
+
+
+def _enough(*files):
+    """Tiles that no query sees only take time, which the exercise counts; here none may be missing."""
+    yours, right = _keys_seen(*files, Br=32)
+    exists = torch.tensor([32 * tile < Nq for tile, Nq, _, _ in ASKED])
+    if (place := _first((yours < right) & exists, torch.zeros_like(exists))) is None:
+        return []
+    tile, Nq, Nk, causal = ASKED[place[0]]
+    where = f"tile = {tile}, Nq = {Nq}, Nk = {Nk}, causal = {causal}, with Br = 32 and Bc = 16"
+    return [f"For {where} your function returns {yours[place]}, but the block sees {right[place]} keys."]

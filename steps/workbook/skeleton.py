@@ -33,6 +33,13 @@ def text(task):
     return _python(task) if task.path.suffix == ".py" else _cuda(task)
 
 
+# What a function must do beyond its formula, by the edge in which it is asked for.
+PROMISES = {
+    "minus_infinity": "A score may be -inf where nothing is masked, too, and counts as masked.",
+    "nan": "A NaN among the scores has to stay: choose before you subtract or divide, instead of replacing NaN.",
+}
+
+
 def _header(task, comment):
     lines = [
         f"{task.id} {task.title}. About {task.lines} lines.",
@@ -40,8 +47,9 @@ def _header(task, comment):
         f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}",
         f"Your function runs inside steps/{task.file}, so you can use everything that is defined there{_used(task)}.",
     ]
-    if task.note:
-        lines += ["", task.note]
+    promised = [PROMISES[edge] for edge in getattr(task, "edges", ()) if edge in PROMISES]
+    if task.note or promised:
+        lines += ["", " ".join([task.note] * bool(task.note) + promised)]
     header = _comment(lines, comment)
     if task.like:
         file, function = task.like

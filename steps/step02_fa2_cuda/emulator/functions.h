@@ -45,6 +45,8 @@ inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frsqrt_rn(float x) { return float(1 / sqrt(double(x))); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int __float2int_rn(float x) { return int(rintf(x)); }
 inline int __float2int_rz(float x) { return int(x); }
 inline int __float2int_rd(float x) { return int(floorf(x)); }

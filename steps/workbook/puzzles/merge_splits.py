@@ -64,13 +64,13 @@ def expected(out_s, lse_s):
     return {"out": (want["out"], tolerance * out_s.abs().max().item()), "lse": (want["lse"], tolerance)}
 
 
-def _case(says, parts, spread=1.0, empty=(), rows=5, D=16):
-    """lse_s is normal with the standard deviation `spread`; `empty` are (part, row) pairs without a key."""
+def _case(says, parts, spread=1.0, mean=0.0, empty=(), rows=5, D=16):
+    """lse_s is normal with this mean and the standard deviation `spread`; `empty`: (part, row) pairs without a key."""
 
     def inputs():
         generator = torch.Generator().manual_seed(parts)
         out_s, lse_s = torch.randn(parts, rows, D, generator=generator), torch.randn(parts, rows, generator=generator)
-        lse_s *= spread
+        lse_s = mean + spread * lse_s
         for part, row in empty:
             out_s[part, row], lse_s[part, row] = 0, -torch.inf
         return dict(out_s=out_s, lse_s=lse_s)
@@ -83,6 +83,7 @@ CASES = [
     _case("seven parts, which are not a power of two", 7),
     _case("a single part: out and lse are its own", 1),
     _case("lse of several hundred: exp overflows float32 at 88", 4, spread=200.0),
+    _case("lse far below 0", 3, mean=-2e4),
     _case("parts without a key have no weight", 4, empty=[(0, 0), (1, 1), (3, 1), (0, 2), (1, 2), (2, 2)]),
     _case("a row without a key in any part: out is 0, lse is -inf", 2, empty=[(0, 3), (1, 3)]),
 ]
