@@ -37,6 +37,12 @@ def test_the_command_runs_one_stage_and_writes_its_row(tmp_path):
     assert all(0 < row["errors"][n] <= row["tolerances"][n] for n in ("out", "lse", "dq", "dk", "dv"))
 
 
+def test_a_part_of_the_sequence_has_one_byte_more_than_queries(subject):
+    """Each query predicts the byte that follows it."""
+    q, *_ = subject.upto(11).inputs()
+    assert q.shape == (1, 2, 11, 32) and subject.upto(11).tokens.shape[1] == 12
+
+
 def test_every_column_is_explained(subject):
     row = compare.compare("00", subject) | {"tflops": 1.0, "sdpa_tflops": 2.0}
     columns = [str(column.header).replace("\n", "") for column in __main__.results([row]).columns]
