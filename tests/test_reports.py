@@ -189,8 +189,9 @@ def test_what_is_returned_is_told(id, edits, words):
 
 
 def test_an_argument_that_is_changed_is_told():
-    wrong = report_on("00.4", ("    P = (S -", "    q.mul_(2)\n    P = (S -"))
-    assert wrong.lines[0] == "Each call returns what is right, but changes q, which later calls get again.", wrong
+    changing = "dS = P * (dP - delta[..., rows, None])\n    delta.mul_(2)\n    return P, dS"
+    wrong = report_on("00.4", ("return P, P * (dP - delta[..., rows, None])", changing))
+    assert wrong.lines[0] == "Each call returns what is right, but changes delta, which later calls get again.", wrong
     right = "out.mul_((1 - w)[..., None]).add_(out_block.float())"
     merged = report_on("04.1", ("out.lerp_(out_block.float(), w[..., None])", f"out_block.mul_(w[..., None]); {right}"))
     assert merged.verdict == "wrong" and merged.lines[0].startswith("Your function also changes out_block, which is no")
