@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-import shutil
 import textwrap
 
 import pytest
@@ -24,6 +23,7 @@ from steps.workbook import (
 )
 from steps.workbook.answer import Answer
 from steps.workbook.exercises import Exercise, Hunt, Puzzle
+from support.answers import runnable
 
 TASKS = exercises.load()
 EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise)}
@@ -39,13 +39,6 @@ def my(tmp_path, monkeypatch):
 def end_of_server():
     yield
     runner.stop()
-
-
-def runnable(task):
-    if reason := catalogue.unavailable(task.number):
-        pytest.skip(reason)
-    if task.number == "02" and not shutil.which("g++"):
-        pytest.skip("runs in the emulation, which g++ compiles")
 
 
 # What the contract kills, the exercise's own cases kill.

@@ -22,7 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 from reference import cases, mutants
-from steps import __main__, catalogue, engine
+from steps import __main__, engine
 from steps.step02_fa2_cuda import emulator
 from steps.workbook import (
     Blank,
@@ -50,6 +50,7 @@ from steps.workbook.explain import explain
 from steps.workbook.failure import account
 from steps.workbook.mine import Mine
 from support import formulas
+from support.answers import edited, runnable
 
 ROOT = Path(__file__).parents[1]
 TASKS = exercises.load()
@@ -76,22 +77,6 @@ def my(tmp_path, monkeypatch):
 def end_of_server():
     yield
     runner.stop()
-
-
-def runnable(task):
-    if reason := catalogue.unavailable(task.number):
-        pytest.skip(reason)
-    if getattr(task, "engine", None) == "cpu" and task.number == "02" and not shutil.which("g++"):
-        pytest.skip("runs in the emulation, which g++ compiles")
-
-
-def edited(id, *edits):
-    """The stage's own text of a task with each pair (old, new) of text replaced wherever it occurs."""
-    text = str(solution(id))
-    for old, new in edits:
-        assert old in text, old
-        text = text.replace(old, new)
-    return text
 
 
 def hand_in(id, text):

@@ -24,8 +24,7 @@ from steps.workbook.exercises import Exercise
 
 VERDICT_NAMES = ("passed", "wrong", "error", "skipped")
 VERDICTS = "import sys; from steps.workbook import grading; grading.tell_verdicts(*sys.argv[1:])"
-
-
+# Modules and functions by which an answer can reach files, other programs or a network; no exercise needs one of them.
 OUTSIDE = {"os", "shutil", "subprocess", "socket", "ctypes", "urllib", "requests", "importlib", "pathlib"}
 CALLS = {"open", "exec", "eval", "compile", "__import__"}
 
