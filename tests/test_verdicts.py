@@ -41,6 +41,14 @@ def end_of_server():
     runner.stop()
 
 
+@pytest.mark.parametrize("id", EXERCISES)
+def test_a_sheet_says_what_a_function_must_do_beyond_its_formula(id):
+    """Which a case asks for, so that a reader could not know it otherwise."""
+    sheet = " ".join(skeleton.text(EXERCISES[id]).replace("\n#", "").replace("\n//", "").split())
+    for edge, sentence in skeleton.PROMISES.items():
+        assert (sentence in sheet) == (edge in EXERCISES[id].edges), edge
+
+
 # What the contract kills, the exercise's own cases kill.
 
 # What a mutant changes: the steps of mutants.Forward, Backward and Ring that it overrides, by the part they belong to.
