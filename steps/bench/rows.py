@@ -6,10 +6,12 @@ in <gpu>.<kind>.json beside them.
 
 A row is stale, and no longer shown, once the hash in its `source` has changed. The hash covers what decides how fast a
 kernel runs and what it computes: its code without comments, and in CUDA how it is launched at the row's own sizes on
-the row's own GPU. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do. Where a
-change of a kernel leaves a row's machine code as it was, the row gets the new hash by hand.
+the row's own GPU. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do. Functions
+may move from file to file, because the hash knows no names of files, no imports and no order. Where a kernel's text
+changes and a row's machine code does not, rehash.py gives the row the new hash.
 """
 
+import ast
 import functools
 import hashlib
 import io
@@ -214,13 +216,14 @@ def read_record(kind, gpu="NVIDIA H200", folder=COMMITTED):
 
 # A ring is handed these: its exchanges, its stream for copies, and the block.
 ALSO = {("04_ring", "ring"): ("block", "comm", "side")}
-# These are not followed. They start ranks, compare their calls (of comm.py and entry.py a strategy uses no more), watch
-# them and count what they cost; and ring.py imports relay.py for calls that name no transport, but a row names it:
-# "ring+relay" or "ring+fetch".
-NOT_FOLLOWED = ("account.py", "agree.py", "comm.py", "entry.py", "launch.py", "watch.py", "relay.py")
+# These are not followed. Some start ranks, compare their calls (of comm.py and entry.py a strategy uses no more), watch
+# them and count what they cost. ring.py imports relay.py for calls that name no transport, but a row names it:
+# "ring+relay" or "ring+fetch". replay.py launches the kernels of stage 03; rows time the GPU, which does not wait for it.
+NOT_FOLLOWED = ("account.py", "agree.py", "comm.py", "entry.py", "launch.py", "watch.py", "relay.py", "replay.py")
 _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 # A string or character literal, which is kept because it may contain // or /*; or a comment, which is dropped.
-_CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
+_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
+_INCLUDE = re.compile(r'^#include "([\w.]+)".*$', re.M)
 
 
 def is_stale(row, root=ROOT):
@@ -255,17 +258,20 @@ def code_hash(stage, kernel, root=ROOT, launched=()):
     files = source_files(stage, kernel, root)
     if not files:
         return None
-    digest = hashlib.sha256()
-    for path in sorted(files, key=lambda path: path.name):
-        code = python_code if path.suffix == ".py" else cuda_code
-        digest.update(f"{path.name}\n{code(path.read_text())}\n".encode())
+    parts = sorted(part for path in files for part in parts_of(path))
+    digest = hashlib.sha256("\n".join(parts).encode())
     if launched:
         digest.update(json.dumps(launched, sort_keys=True).encode())
     return digest.hexdigest()[:12]
 
 
+def parts_of(path):
+    """What of a file counts: of Python each statement by itself, so that a function may move to another file."""
+    return (python_code if path.suffix == ".py" else cuda_code)(path.read_text())
+
+
 def launches(row):
-    """Of a row of stage 02, {stem of the file: [(kernel, grid, block, bytes of shared memory, {macro: value})]}.
+    """Of a row of stage 02, {stem of the file: [(grid, block, bytes of shared memory, {macro: value}) of each kernel]}.
 
     With a causal mask fwd_8_hopper also has {"order": (section, alternate)}, the order of its tiles.
     """
@@ -276,7 +282,7 @@ def launches(row):
     how |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
     how |= {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", turned)}
     problems = {stem: problem_at(stem, **how) for stem in stems.split("+")}
-    found = {stem: geometry_of(problem) for stem, problem in problems.items()}
+    found = {stem: [launch[1:] for launch in geometry_of(problem)] for stem, problem in problems.items()}
     for problem in problems.values():
         if problem.row is ladder.FORWARD["hopper"] and problem.causal:
             found["order"] = works.order_of_tiles(problem)
@@ -328,24 +334,45 @@ def source_files(stage, kernel, root=ROOT):
 def _used(path, text, folder):
     """The files of its stage that a file imports or includes; some of them may not exist."""
     if path.suffix != ".py":
-        wrappers = {"wgmma.py"} if re.search("wgmma_[sr]s<", cuda_code(text)) else set()  # which wgmma.py writes
-        return {path.with_name(name) for name in wrappers.union(re.findall(r'^#include "([\w.]+)"', text, re.M))}
-    # `from .tiles import get`, `from . import tiles`, or `from steps.step04_ring.merge import Parts`
-    beside = re.findall(r"^ *from \.(?:(\w+) import| import ([\w, ]+))", text, re.M)
-    whole = re.findall(rf"^ *from steps\.{folder.name}\.([\w.]+) import", text, re.M)
-    used = {path.with_name(f"{name}.py") for one, several in beside for name in (one or several).split(", ")}
-    return used | {folder / f"{name.replace('.', '/')}.py" for name in whole}
+        wrappers = {"wgmma.py"} if re.search("wgmma_[sr]s<", "".join(cuda_code(text))) else set()  # wgmma.py writes them
+        return {path.with_name(name) for name in wrappers.union(_INCLUDE.findall(text))}
+    used = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            module = f"{node.module or ''}".removeprefix(f"steps.{folder.name}").strip(".")
+            if node.level:
+                start = path.parents[node.level - 1]
+            elif (node.module or "").startswith(f"steps.{folder.name}"):
+                start = folder
+            else:
+                continue
+            base = start.joinpath(*filter(None, module.split(".")))
+            used |= {base.with_suffix(".py")} if module else set()
+            used |= {base / f"{alias.name}.py" for alias in node.names}
+    return used
 
 
 @functools.cache  # many rows are of one kernel
 def cuda_code(text):
-    """C++ without comments and whitespace."""
-    return "".join(_CUDA.sub(lambda match: match[1] or " ", text).split())
+    """C++ without comments, whitespace and the names of the files that it includes, as a list of one string."""
+    return ["".join(_COMMENT.sub(lambda match: match[1] or " ", _INCLUDE.sub("", text)).split())]
 
 
 @functools.cache
 def python_code(text):
-    """Python without comments, docstrings and whitespace; the begin and end of a block are kept, as » and «."""
+    """Each statement of a module but imports and its docstring, without comments, docstrings and whitespace."""
+    lines, parts = text.splitlines(keepends=True), []
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        first = min(x.lineno for x in (node, *getattr(node, "decorator_list", [])))
+        if part := _statement("".join(lines[first - 1 : node.end_lineno])):
+            parts.append(part)
+    return parts
+
+
+def _statement(text):
+    """A statement's tokens in one string; the begin and end of a block are kept, as » and «."""
     block = {tokenize.INDENT: "»", tokenize.DEDENT: "«", tokenize.NEWLINE: ";"}
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _LAYOUT]
     code, statement = [], []
