@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import cases, error
 from steps import engine
+from steps.course.workbook.case_on_ranks import PlainBlock, group_of, outputs
+from steps.course.workbook.edges import MERGES
 from steps.step04_ring import Layout, block, comm, demo, entry, launch, merge_kernels, side, strategies, watch
 from steps.step04_ring.agree import go_round
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
-from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
-from steps.workbook.edges import MERGES
 from support import races
 from support.contract_suite import Contract
 from support.ranks import (
