@@ -28,7 +28,7 @@ def page():
     """The text of the page."""
     parts = [HEAD]
     for number, stem in catalogue.STAGES.items():
-        parts.append(f"\n## Stage {number}: [{stem}](../{stem}/README.md)\n")
+        parts.append(f"\n## Stage {number}: [{stem}](../../{stem}/README.md)\n")
         parts += [worked(task) for task in exercises.of_stage(number)]
     return "".join(parts)
 
