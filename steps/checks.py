@@ -2,7 +2,7 @@
 
     refuse, pick, check_call     options that a stage lacks; the rung of a call; q, k, v, causal, scale and tile
     check_saved, check_flag      what a backward is given; True or False
-    check_derivatives, refuse_without_memory    torch.func; tensors without memory
+    check_derivatives, in_memory    torch.func; tensors without memory
 """
 
 import inspect
@@ -50,9 +50,14 @@ ADVICE = {
     "step03_triton: cu_seqlens": "here they are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k",
 }
 
-NO_TRANSFORMS = (  # step03_triton/checked.py, which is also copied out without this file, says the same.
+NO_TRANSFORMS = (
     "attention has no forward-mode derivative, and does not go with torch.func (grad, vjp, vmap, ...). "
     "Use .backward() or torch.autograd.grad, or torch's own scaled_dot_product_attention in its math form."
+)
+
+NOT_TWICE = (
+    "attention can be differentiated once, and this asks for a gradient of its gradient. "
+    "torch's own scaled_dot_product_attention in its math form has second derivatives."
 )
 
 
@@ -131,7 +136,10 @@ def no_rung(whole, supports, q):
 
 
 def check_call(supports, kernel, tensors, causal, scale, tile):
-    """(scale, the kernel's further options) of a call. Raises for any input that the stage does not take."""
+    """(scale, the kernel's further options) of a call. Raises for any input that the stage does not take.
+
+    kernel: the one of the call, or None where every kernel that may compute it has tiles.
+    """
     for name, x in tensors:
         check_dense(name, x)
     (_, q), (_, k), (_, v) = tensors
@@ -166,7 +174,7 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
         raise ValueError(f"{named(supports)} takes head_dim {span(supports['head_dims'])}; got {D}.{other}")
     check_flag("causal", causal)
     if tile is not None:
-        if "tile" not in inspect.signature(kernel).parameters:
+        if kernel is not None and "tile" not in inspect.signature(kernel).parameters:
             raise ValueError(f"this rung of {named(supports)} has no tiles; got tile={tile!r}. Leave it out.")
         tile = check_tile(supports, tile, D)
     return check_scale(scale, D), {} if tile is None else {"tile": tile}
@@ -178,10 +186,11 @@ def check_length(rows):
         raise ValueError(f"q and k may have 2^31 - 2^16 rows together; got {rows}. Split the queries.")
 
 
-def check_dense(name, x):
-    """Raises TypeError unless x is a tensor in which every entry has a place of its own."""
+def check_dense(name, x, optional=False):
+    """Raises TypeError unless x is a tensor in which every entry has a place of its own. optional: it might be None."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+        expected = "a torch.Tensor or None" if optional else "a torch.Tensor"
+        raise TypeError(f"{name} must be {expected}, got {type(x).__name__}. Use torch.tensor(...).")
     if x.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0).")
     if x.layout is not torch.strided:
@@ -198,12 +207,27 @@ def check_derivatives(*tensors):
         raise NotImplementedError(NO_TRANSFORMS)
 
 
+def in_memory(x):
+    """x with its numbers in memory as they are. Raises an error that says why for a tensor without memory.
+
+    Torch negates a tensor such as z.conj().imag only when it reads it. Here it is negated, because a kernel reads
+    memory.
+    """
+    try:
+        address = 0 if type(x) is FakeTensor else x.data_ptr()
+    except RuntimeError:
+        address = 0
+    if address == 0 and x.numel() > 0:
+        refuse_without_memory(x)
+    return x.resolve_neg() if x.is_neg() else x
+
+
 def refuse_without_memory(x):
     """Raises the reason why a kernel cannot read the tensor x."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         raise NotImplementedError(NO_TRANSFORMS)
     if isinstance(x, FakeTensor):
-        why = "it has a shape, but no numbers. `attention` of the stages 00 to 03 takes it, and no other call does"
+        why = "it has a shape, but no numbers. The stages 00 to 03 take it where q is fake, too"
     elif any(kind.__name__ == "DTensor" for kind in type(x).__mro__):  # The import of DTensor would take a second.
         why = "its numbers are spread over the ranks of a device mesh. Give this rank's part, x.to_local()"
     else:
@@ -247,12 +271,21 @@ def check_scale(scale, D):
     """
     if scale is None:
         return 1 / math.sqrt(D)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {told(scale)}.")
+    scale = check_number("scale", scale, "a number or None for 1/sqrt(D)")
     if not FLOAT32.tiny <= scale <= FLOAT32.max * math.log(2):  # Kernels multiply it by log2(e).
         must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
         raise ValueError(f"scale must be {must_be}; got {scale}.")
     return float(scale)
+
+
+def check_number(name, x, expected):
+    """x as a float. Raises TypeError unless it is a number, and ValueError if it is an integer beyond float64."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name} must be {expected}; got {told(x)}.")
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} must be {expected}; got an integer beyond float64.") from None
 
 
 def check_shapes(supports, q, k, v):

@@ -1,16 +1,19 @@
-"""What every stage promises: the functions around a stage's kernels, autograd, operators.
+"""What every stage promises: its three functions, from a call down to a kernel.
 
 A kernel file knows nothing of this module. It offers two functions for 4-D tensors with a contiguous last dimension:
 
     forward(q, k, v, *, causal, scale, tile)
     backward(dout, q, k, v, out, lse, *, causal, scale, tile)
 
-`entry_points` turns them into the stage's public functions, and operators.py into operators that torch.compile sees.
-The rules about arguments are in checks.py. What they decide depends on the options and on the layout of the tensors
-only, so it is decided once for each of them: `Calls` keeps a call that has passed the checks.
+`entry_points` makes the stage's public functions of them. The rules about arguments are in checks.py. What they decide
+depends on the options and on the layout of the tensors only, so that a second call with the same key goes straight to
+its kernel (cached.py). While torch traces a program, an operator stands for the call (operators.py).
+
+A stage may have features beside its rungs, as stage 03 has masks and dropout; `NoFeatures` says what they bring.
 """
 
 import contextlib
+import functools
 import math
 import numbers
 import operator
@@ -18,11 +21,13 @@ import operator
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from steps import checks, engine, operators
-from steps.checks import lse_dtype
+from steps import checks, engine
+from steps.cached import Cache, key_of
+from steps.checks import NOT_TWICE, in_memory, lse_dtype
+from steps.operators import Operators
 
 
-def entry_points(rungs, supports):
+def entry_points(rungs, supports, features=None, declared=None):
     """The stage's `forward`, `backward` and `attention`, which check their arguments and then call a kernel.
 
     rungs: {rung: (forward, backward)}. A call that names no rung gets the first that takes the input's dtype and
@@ -31,152 +36,309 @@ def entry_points(rungs, supports):
     deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
     limits, {rung: the keys that are different for it, and perhaps best and tile_fits, whether it takes (D, tile)}, and
     elsewhere, {rung: what a machine needs to run it}.
+    features: see NoFeatures. declared: three functions without a body, with the signatures and docstrings to show.
     """
-    stage = supports["stage"]
-    whole = {rung: checks.supports_of(supports, rung) for rung in rungs}
+    stage = Stage(rungs, supports, features or NoFeatures())
+    return tuple(public(stage, function) for function in declared or (forward, backward, attention))
 
-    def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, **lacking):
-        """Attention and its log-sum-exp: (out, lse).
 
-        q (B, H, Nq, D), k and v (B, Hk, Nk, D); fewer leading dimensions are accepted. out like q; lse (B, H, Nq)
-        float32 (float64 for float64 input), the natural logarithm of the sum of exp of the scaled scores. causal: a
-        query sees the keys up to its own position, aligned at the bottom right; a query that sees none gets out 0 and
-        lse -inf. scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of
-        SUPPORTS["rungs"]. lacking: options of other stages and libraries, which are refused by the name of who has
-        them. Raises TypeError, ValueError or NotImplementedError before anything is computed.
-        """
-        if lacking:
-            checks.refuse(stage, "forward", lacking)
-        if torch.compiler.is_compiling():
+def public(stage, declared):
+    """The declared function, which does what the stage's method of its name does."""
+    method = getattr(stage, declared.__name__)
+
+    @functools.wraps(declared)
+    def call(*tensors, **options):
+        return method(*tensors, **options)
+
+    # So that it can be pickled, by the place where it is found.
+    call.__module__, call.__qualname__ = f"steps.{stage.name}", declared.__name__
+    return call
+
+
+def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, **lacking):
+    """Attention and its log-sum-exp: (out, lse).
+
+    q (B, H, Nq, D), k and v (B, Hk, Nk, D); fewer leading dimensions are accepted. out like q; lse (B, H, Nq)
+    float32 (float64 for float64 input), the natural logarithm of the sum of exp of the scaled scores. causal: a
+    query sees the keys up to its own position, aligned at the bottom right; a query that sees none gets out 0 and
+    lse -inf. scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of
+    SUPPORTS["rungs"]. lacking: options of other stages and libraries, which are refused by the name of who has
+    them. Raises TypeError, ValueError or NotImplementedError before anything is computed.
+    """
+
+
+def backward(
+    dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking
+):  # fmt: skip
+    """Gradients (dq, dk, dv), like q, k and v, from dout, the gradient of out; out and lse are what `forward` gave.
+
+    tile: the forward's; it does not change a backward that has tiles of its own. deterministic: the gradients are
+    bit-equal from run to run, as they always are where SUPPORTS["deterministic"] is True.
+    """
+
+
+def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking):
+    """out as of `forward`, differentiable once with the gradients of `backward`.
+
+    torch.compile, torch.export and fake tensors see one operator. Autocast does not change the dtype.
+    """
+
+
+class NoFeatures:
+    """What a stage has beside its rungs: nothing. A stage with features brings an object with these names."""
+
+    DEFAULTS = {}  # {option: its default}
+    TENSORS = ()  # the names of those that are tensors,
+    GRADIENTS = ()  # of those among them that have a gradient,
+    NO_GRADIENT = ()  # of those with which something has none,
+    FLOATS = ()  # and of those that are floats
+    CARRIED = ()  # the names of what `forward` changes in place: out and lse of earlier calls
+    SCHEMA = ""  # the options as torch's operators declare them
+
+    def take_wanted(self, options):
+        """Takes out of a backward's options what says which gradients are wanted, and returns their names."""
+        return ()
+
+    def check_gradients(self, options, *tensors):
+        """Raises where a gradient is asked for that there is not. Called if one of NO_GRADIENT is given."""
+
+    def of_backward(self, named, wanted):
+        """Those of the named tensors that a backward takes."""
+        return named
+
+    def read(self, options, q, k):
+        """{name: value} of the options, after all checks."""
+        return {}
+
+    def read_traced(self, options, q):
+        """The same, as far as it is possible while torch traces a call. The tensors are checked by `check_tensors`."""
+        return {}
+
+    def check_tensors(self, options, q, k):
+        pass
+
+    def forward_kernel(self, q, k, f, gradient):
+        """(kernel, its options) of a forward, or None where a rung computes it."""
+
+    def backward_kernel(self, q, k, f, wanted):
+        """(kernel, its options) of a backward, or None where a rung computes it."""
+
+    # Only features with a dropout need these: an integer as a seed on a device, and a new one.
+    seed_on = draw_seed = None
+
+
+class Stage:
+    """A stage's functions: `forward`, `backward`, `attention`, and the steps by which they come to a kernel."""
+
+    def __init__(self, rungs, supports, features):
+        self.name, self.rungs, self.supports, self.features = supports["stage"], rungs, supports, features
+        self.whole = {rung: checks.supports_of(supports, rung) for rung in rungs}
+        self.defaults = {"causal": False, "scale": None, "tile": None, "rung": None, "deterministic": False}
+        self.defaults |= features.DEFAULTS
+        self.named = (*features.CARRIED, *features.TENSORS)  # the options that are tensors
+        self.special = frozenset((*features.DEFAULTS, *features.CARRIED))
+        self.known = self.special | self.defaults.keys()
+        self.forwards, self.backwards = Cache(), Cache()  # {key: the Call}
+        self.operators = Operators(self)
+
+    # ---- the public functions ----
+
+    def forward(self, q, k, v, **options):
+        self.refuse_unknown("forward", options, ("deterministic",))
+        if is_traced(q):
             with torch.no_grad():
-                return forward_operator(q, k, v, causal=causal, scale=scale, tile=tile, rung=rung)
-        return forwards(q, k, v, causal=causal, scale=scale, tile=tile, rung=rung)
+                return self.operators.forward(q, k, v, options)
+        return self.attend(q, k, v, options, self.take_tensors(options, q), has_gradient(q, k, v))
 
-    def backward(
-        dout, q, k, v, out, lse, *,
-        causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking
-    ):  # fmt: skip
-        """Gradients (dq, dk, dv), like q, k and v, from dout, the gradient of out; out and lse are what `forward` gave.
-
-        tile: the forward's; it does not change a backward that has tiles of its own. deterministic: the gradients are
-        bit-equal from run to run, as they always are where SUPPORTS["deterministic"] is True.
-        """
-        if lacking:
-            checks.refuse(stage, "backward", lacking)
-        options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
-        if torch.compiler.is_compiling():
+    def backward(self, dout, q, k, v, out, lse, **options):
+        wanted = self.features.take_wanted(options)
+        self.refuse_unknown("backward", options, self.features.CARRIED)
+        if is_traced(q):
             with torch.no_grad():
-                return backward_operator(dout, q, k, v, out, lse, **options)
-        return backwards(dout, q, k, v, out, lse, **options)
+                return self.operators.backward(dout, q, k, v, out, lse, options, wanted)
+        return self.differentiate(dout, q, k, v, out, lse, options, self.take_tensors(options, q), wanted)
 
-    @Calls
-    def forwards(q, k, v, *, causal, scale, tile, rung):
-        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole, tile)
-        engine.check_runs()
-        scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
-        if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
-            return nothing
-        return Call(kernel, (q.shape, q.shape[:-1]), causal=causal, scale=scale, **options)
-
-    @Calls
-    def backwards(dout, q, k, v, out, lse, *, causal, scale, tile, rung, deterministic):
-        kernel, own = checks.pick(rungs, supports, rung, 1, q, whole, tile)
-        engine.check_runs()
-        scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
-        checks.check_saved(q, dout, out, lse)
+    def attention(self, q, k, v, *, causal=False, deterministic=False, **options):
+        self.refuse_unknown("attention", options, self.features.CARRIED)
+        checks.check_flag("causal", causal)
         checks.check_flag("deterministic", deterministic)
-        if deterministic and not own["deterministic"]:
-            options["deterministic"] = True
-        if q.numel() == 0 or k.numel() == 0:
-            return no_gradients
-        return Call(kernel, (q.shape, k.shape, v.shape), causal=causal, scale=scale, **options)
+        options["causal"] = causal
+        if self.features.DEFAULTS and torch.are_deterministic_algorithms_enabled():
+            deterministic = True
+        if is_traced(q):
+            return self.operators.attention(q, k, v, options | {"deterministic": deterministic})
+        checks.check_derivatives(q, k, v)
+        named = self.take_tensors(options, q)
+        if not has_gradient(q, k, v, *named.values()):
+            return self.attend(q, k, v, options, named, gradient=False, draws=True)[0]
+        if any(name in named for name in self.features.NO_GRADIENT):
+            self.features.check_gradients(named, q, k, v)
+        return Attention.apply(self, options, deterministic, tuple(named), q, k, v, *named.values())
 
-    def fake_forward(q, k, v, causal, scale, tile, rung):
-        """(out, lse) of the right shapes, with nothing in them, after the checks of `forward`."""
-        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole, tile)
-        checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
-        return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+    def refuse_unknown(self, function, options, without):
+        """Raises for the first option that the function does not have."""
+        for name in options:
+            if name not in self.known or name in without:
+                checks.refuse(self.name, function, [name])
 
-    forward_operator, backward_operator = operators.define(stage, forward, backward, fake_forward)
-    attention = differentiable(stage, forward, backward, forward_operator)
-    for function in (forward, backward, attention):  # They can be pickled, by the place where they are found.
-        function.__module__, function.__qualname__ = f"steps.{stage}", function.__name__
-    return forward, backward, attention
+    def take_tensors(self, options, q):
+        """Takes the tensors out of the options: {name: tensor}. A seed is among them where it is still to be drawn."""
+        named = {}
+        for name in self.named:
+            if name in options and (x := options.pop(name)) is not None:
+                named[name] = x
+        p, seed = options.get("dropout_p"), named.get("seed")
+        if isinstance(p, numbers.Real) and p:
+            named.setdefault("seed", None)
+        if seed is not None and not isinstance(seed, torch.Tensor) and isinstance(q, torch.Tensor):
+            named["seed"] = self.features.seed_on(q.device, seed)
+        return named
+
+    # ---- every call ----
+
+    def attend(self, q, k, v, options, named, gradient, draws=False):
+        """(out, lse). gradient: whether somebody may ask for the gradient of out. draws: whether a seed may be drawn.
+
+        The checks come first, so that a call that is refused draws none. The seed that was drawn is put into `named`.
+        """
+        key = key_of((q, k, v, *named.values()), options)
+        key = key and (*key, gradient, draws, *named)
+        call = self.forwards.get(key)
+        is_first = call is None
+        if is_first:
+            call = self.first_forward(q, k, v, options, named, gradient, draws)
+        if draws and "seed" in named and named["seed"] is None:
+            named["seed"] = self.features.draw_seed(q.device)
+        results = call(q, k, v, *named.values())
+        if is_first:
+            self.forwards.add(key, call)
+        return results
+
+    def differentiate(self, dout, q, k, v, out, lse, options, named, wanted):
+        """(dq, dk, dv), and the gradients of the `wanted` options, in this order."""
+        key = key_of((dout, q, k, v, out, lse, *named.values()), options)
+        key = key and (*key, wanted, *named)
+        call = self.backwards.get(key)
+        is_first = call is None
+        if is_first:
+            call = self.first_backward(dout, q, k, v, out, lse, options, named, wanted)
+        results = call(dout, q, k, v, out, lse, *named.values())
+        if is_first:
+            self.backwards.add(key, call)
+        return results
+
+    # ---- a first call: all checks, and the choice of the kernel ----
+
+    def first_forward(self, q, k, v, options, named, gradient, draws):
+        """The function of such tensors that computes (out, lse)."""
+        stand_in = {"seed": 0} if draws and named.get("seed", 0) is None else {}
+        kernel, given, f, own = self.check(0, q, k, v, options | named | stand_in)
+        if q.numel() == 0 or k.numel() == 0 and f.get("sinks") is None:  # no query, or nothing to sum over
+            call = unchanged if "out" in named else nothing
+        else:
+            kernel, given = self.features.forward_kernel(q, k, f, gradient) or (kernel, given)
+            call = Call(kernel, given, tuple(named), (q.shape, q.shape[:-1]))
+        return checking(f["check_each"], call, len(named)) if f.get("check_each") else call
+
+    def first_backward(self, dout, q, k, v, out, lse, options, named, wanted):
+        """The function of such tensors that computes the gradients."""
+        kernel, given, f, own = self.check(1, q, k, v, options | named)
+        checks.check_saved(q, dout, out, lse, (q.dtype, torch.float32) if kernel is None else None)
+        checks.check_flag("deterministic", f["deterministic"])
+        if f["deterministic"] and not own["deterministic"]:
+            given["deterministic"] = True
+        if q.numel() == 0 or k.numel() == 0 and f.get("sinks") is None:
+            call = functools.partial(no_gradients, [[*named].index(name) for name in wanted])
+        else:
+            kernel, given = self.features.backward_kernel(q, k, f, wanted) or (kernel, given)
+            call = Call(kernel, given, tuple(named), [x.shape for x in (q, k, v, *map(named.get, wanted))])
+        return checking(f["check_each"], call, len(named)) if f.get("check_each") else call
+
+    def check(self, direction, q, k, v, options):
+        """(kernel, its options, {name: value} of all options, SUPPORTS as it holds for the kernel), after the checks.
+
+        The kernel is that of a rung, for direction 0 its forward and for 1 its backward; None where a feature is used.
+        """
+        engine.check_runs()
+        f, tensors = self.defaults | options, (("q", q), ("k", k), ("v", v))
+        kernel, own = None, self.supports
+        if not self.special.isdisjoint(options):
+            _, tile = checks.check_call(own, None, tensors, f["causal"], f["scale"], f["tile"])
+            for _, x in tensors:
+                in_memory(x)
+            f |= tile | self.features.read(f | tile, q, k)
+        if not f.get("asked"):
+            kernel, own = checks.pick(self.rungs, self.supports, f["rung"], direction, q, self.whole, f["tile"])
+        scale, given = checks.check_call(own, kernel, tensors, f["causal"], f["scale"], f["tile"])
+        if f["scale"] is not None:
+            f["scale"] = scale
+        return kernel, given | {"causal": f["causal"], "scale": scale}, f, own
+
+    def check_shapes(self, q, k, v, f):
+        """The checks of a call that is traced, of which only the shapes are known. f: {name: value} of all options."""
+        kernel, own = None, self.supports
+        if f["rung"] is not None or not self.features.DEFAULTS:
+            kernel, own = checks.pick(self.rungs, self.supports, f["rung"], 0, q, self.whole, f["tile"])
+        checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), f["causal"], f["scale"], f["tile"])
+        self.features.check_tensors(f, q, k)
 
 
-def nothing(q, k, v):
-    """(out, lse) where there is no query, or no key to sum over."""
-    return zeros(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype(q), device=q.device)
+class Attention(torch.autograd.Function):
+    """What `attention` is to autograd. It saves the inputs, out and lse: memory that grows with N and not with N^2."""
+
+    @staticmethod
+    def forward(ctx, stage, options, deterministic, names, q, k, v, *tensors):
+        named = dict(zip(names, tensors, strict=True))
+        out, lse = stage.attend(q, k, v, options, named, gradient=True, draws=True)
+        out = apart(out)
+        ctx.stage, ctx.options, ctx.names = stage, options | {"deterministic": deterministic}, names
+        ctx.save_for_backward(q, k, v, out, lse, *named.values())
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        named = dict(zip(ctx.names, tensors, strict=True))
+        needed = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[7:], strict=True) if needs]
+        named = ctx.stage.features.of_backward(named, needed)
+        with torch.no_grad():
+            tensors = dout, q, k, v, out, lse
+            dq, dk, dv, *more = ctx.stage.differentiate(*tensors, ctx.options, named, tuple(needed))
+        more = dict(zip(needed, more, strict=True))
+        return None, None, None, None, *refuse_double_backward(dq, dk, dv, *map(more.get, ctx.names))
 
 
-def no_gradients(dout, q, k, v, out, lse):
-    return zeros(q), zeros(k), zeros(v)
+def refuse_double_backward(*grads):
+    """The gradients; differentiating them raises NOT_TWICE."""
+    if not torch.is_grad_enabled():  # Nobody can, unless it was backward(create_graph=True).
+        return grads
+    fail = torch._C._functions.DelayedError(NOT_TWICE.encode(), len(grads))
+    return fail(*(x if x is None else x.detach().requires_grad_() for x in grads))
+
+
+def is_traced(q):
+    """Whether a call is recorded and not computed: by torch.compile, torch.export, a mode of torch, or as q is fake.
+
+    Such a call needs an operator. Others are an autograd.Function: an operator would take several times as long.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or isinstance(q, FakeTensor)
+
+
+def has_gradient(*tensors):
+    """Whether autograd asks for the gradient of one of these."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if getattr(x, "requires_grad", False):
+                return True
+    return False
+
+
+def apart(out):
+    """out as torch wants the result of an autograd.Function: a view could not be changed in place, as by `out.add_`."""
+    return out.detach() if out._is_view() else out
 
 
 # ---- calls that have passed the checks -------------------------------------------------------------------------------
-
-
-class Calls:
-    """Calls `prepare(*tensors, **options)`, which checks them, and then what it returns, a function of the tensors.
-
-    What it returned is kept under all that the checks may depend on. A later call with the same key has passed them.
-    """
-
-    MOST = 1000  # functions that are kept; then all are forgotten
-
-    def __init__(self, prepare):
-        self.prepare, self.kept = prepare, {}
-
-    def __call__(self, *tensors, **options):
-        key = key_of(tensors, options)
-        call = self.kept.get(key)
-        if call is None:
-            call = self.prepare(*tensors, **options)
-            if key is not None:
-                if len(self.kept) >= self.MOST:
-                    self.kept.clear()
-                self.kept[key] = call
-        return call(*tensors)
-
-
-def key_of(tensors, options):
-    """What the checks and a plan depend on: the options with their types, because 1 == True, and the tensors' layouts.
-
-    None where that is not known: of tensors without memory, of subclasses, and of options that can change.
-    """
-    try:
-        key = [(name, type(x) if type(x) in CONSTANT else types_in(x), x) for name, x in options.items()]
-        for x in tensors:
-            if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
-                address = x.data_ptr()
-                if address == 0:
-                    return None
-                key.append((x.dtype, x.device, x.shape, x.stride(), address % 16, x.is_neg()))
-            elif x is None:
-                key.append(None)
-            else:
-                return None
-        key = tuple(key)
-        hash(key)
-        return key
-    except (RuntimeError, TypeError, NotImplementedError):
-        return None
-
-
-CONSTANT = frozenset((bool, int, float, str, type(None)))  # the types of almost all options, which are told fast
-
-
-def types_in(x):
-    """The type of a number, or those in a tuple, because (1.0, 1) == (True, 1).
-
-    Raises TypeError for what can change. A tensor may be an option, such as first_query: it equals itself, and has the
-    same hash, also after its number has changed.
-    """
-    if type(x) is tuple:
-        return tuple(map(types_in, x))
-    if type(x) in CONSTANT or isinstance(x, numbers.Number):
-        return type(x)
-    raise TypeError
 
 
 class Call:
@@ -186,81 +348,56 @@ class Call:
     tensors that does what the call did, for other tensors of the same layout, without looking at them again.
     """
 
-    def __init__(self, kernel, shapes, names=(), **options):
-        """shapes: those of the results. names: those of the last tensors, which the kernel takes by name."""
-        self.kernel, self.shapes, self.names, self.options = kernel, shapes, names, options
+    def __init__(self, kernel, options, names, shapes):
+        """options: the kernel's. names: those of the last tensors, which it takes by name. shapes: of the results."""
+        self.kernel, self.names, self.shapes = kernel, names, shapes
+        self.options = {name: x for name, x in options.items() if name not in names}
         self.planned = None
 
     def __call__(self, *tensors):
         if self.planned is not None and not torch.is_autocast_enabled(tensors[0].device.type):
             return self.planned(*tensors)
-        given = [x for x in tensors if x is not None]
-        count, rank = len(given) - len(self.names), given[0].ndim
-        read = [as_4d(x, rows=x.ndim < rank) for x in given[:count]]
-        named = dict(zip(self.names, map(in_memory, given[count:]), strict=True))
+        return self.from_the_start(*tensors)
+
+    def from_the_start(self, *tensors):
+        """The results, without a plan: for the first call, and where tensors have to be copied before each."""
+        count, rank = len(tensors) - len(self.names), tensors[0].ndim
+        read = [as_4d(x, rows=x.ndim < rank) for x in tensors[:count]]
+        named = dict(zip(self.names, map(in_memory, tensors[count:]), strict=True))
         if "out" in named:  # what earlier calls gave, which is changed in place
             named |= {"out": as_4d(named["out"]), "lse": as_4d(named["lse"], rows=True)}
         results = compute(self.kernel, *read, **named, **self.options)
-        if hasattr(self.kernel, "planned") and all(map(operator.is_, (*read, *named.values()), given)):
+        if hasattr(self.kernel, "planned") and all(map(operator.is_, (*read, *named.values()), tensors)):
             # Nothing has to be done before or after the kernel.
-            with contextlib.suppress(KeyError):  # Another thread has just made the kernel forget what it kept.
+            with contextlib.suppress(KeyError):  # Another thread has just made the kernel clear its cache.
                 self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
         if tensors[0].ndim == 4:
             return results
         return tuple(x.reshape(shape) for x, shape in zip(results, self.shapes, strict=True))
 
 
-def differentiable(stage, forward, backward, forward_operator):
-    """The stage's `attention(q, k, v, **options) -> out`.
+def checking(check, call, count):
+    """The call, before which the numbers in its last `count` tensors are checked each time."""
 
-    It is made from a forward that saves (out, lse) and a backward that uses them, and can be differentiated once. Only
-    q, k, v, out and lse are kept for the backward, so that memory grows with N and not with N^2. While a call is
-    traced, `forward_operator` stands for it.
-    """
+    def checked(*tensors):
+        check(*tensors[-count:])
+        return call(*tensors)
 
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v, options, deterministic):
-            out, lse = forward(q, k, v, **options)
-            out = apart(out)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.options = options | {"deterministic": deterministic}
-            return out
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, dout):
-            return *backward(dout, *ctx.saved_tensors, **ctx.options), None, None
-
-    def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking):
-        """out as of `forward`, differentiable once with the gradients of `backward`.
-
-        torch.compile, torch.export and fake tensors see one operator. Autocast does not change the dtype.
-        """
-        if lacking:
-            checks.refuse(stage, "attention", lacking)
-        checks.check_flag("causal", causal)
-        checks.check_flag("deterministic", deterministic)
-        options = {"causal": causal, "scale": scale, "tile": tile, "rung": rung}
-        if is_traced(q):
-            return forward_operator(q, k, v, **options, deterministic=deterministic)[0]
-        checks.check_derivatives(q, k, v)
-        return Attention.apply(q, k, v, options, deterministic)
-
-    return attention
+    return checked
 
 
-def apart(out):
-    """out as torch wants the result of an autograd.Function: a view could not be changed in place, as by `out.add_`."""
-    return out.detach() if out._is_view() else out
+def nothing(q, k, v, *others):
+    """(out, lse) where there is nothing to sum over."""
+    return zeros(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype(q), device=q.device)
 
 
-def is_traced(q):
-    """Whether a call is recorded and not computed: by torch.compile, torch.export, a mode of torch, or a fake q.
+def unchanged(q, k, v, out, lse, *others):
+    return out, lse
 
-    Such a call needs an operator. Others are an autograd.Function: an operator would take several times as long.
-    """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or isinstance(q, FakeTensor)
+
+def no_gradients(wanted, dout, q, k, v, out, lse, *named):
+    """Zeros like q, k, v, and like the tensors at the places `wanted` among those with a name."""
+    return tuple(map(zeros, (q, k, v, *(named[place] for place in wanted))))
 
 
 @engine.one_at_a_time
@@ -280,21 +417,6 @@ def no_autocast(x):
 def zeros(x):
     """Zeros like x, contiguous and without a history."""
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-
-
-def in_memory(x):
-    """x with its numbers in memory as they are. Raises an error that says why for a tensor without memory.
-
-    Torch negates a tensor such as z.conj().imag only when it reads it. Here it is negated, because a kernel reads
-    memory.
-    """
-    try:
-        address = 0 if type(x) is FakeTensor else x.data_ptr()
-    except RuntimeError:
-        address = 0
-    if address == 0 and x.numel() > 0:
-        checks.refuse_without_memory(x)
-    return x.resolve_neg() if x.is_neg() else x
 
 
 def as_4d(x, rows=False):

@@ -132,7 +132,7 @@ def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
 @pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
 @pytest.mark.skipif(engine.name != "cpu", reason="gpu-check runs it on a GPU")
 def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypatch):
-    from steps.step03_triton import decode  # These need Triton.
+    from steps.step03_triton.features import decode  # These need Triton.
     from support import sanitized_triton
 
     kernels = {*sanitized_triton.KERNELS, *sanitized_triton.FEATURES}
@@ -151,7 +151,7 @@ def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypat
 
 @pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
 def test_the_files_with_features_run_with_every_combination_and_sinks_alone_have_a_backward(monkeypatch):
-    from steps.step03_triton import flash_gluon
+    from steps.step03_triton.features import flash_gluon
     from support import sanitized_triton
 
     ran, compared, right = [], [], feature_cases.expected

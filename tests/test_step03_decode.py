@@ -11,7 +11,7 @@ import torch
 import steps.step03_triton as step03
 from reference import cases, error, feature_cases
 from steps import engine
-from steps.step03_triton import decode
+from steps.step03_triton.features import decode
 from steps.step03_triton.replay import Recording
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan

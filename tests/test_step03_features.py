@@ -15,7 +15,7 @@ import steps.step03_triton as step03
 from reference import cases, error, feature_cases, philox
 from reference.feature_cases import random
 from steps import engine
-from steps.step03_triton import decode, features, flash, flash_kernels, tiles
+from steps.step03_triton.features import decode, flash, flash_kernels, scores, tiles
 from steps.step03_triton.replay import Recording
 from support import compile_triton, kept_calls
 from support.contract_suite import unwritten_is_nan
@@ -316,7 +316,7 @@ def test_dropping_everything_gives_zeros():
 @triton.jit
 def tanh_kernel(y, x, N: tl.constexpr):
     column = tl.arange(0, N)
-    tl.store(y + column, features.tanh(tl.load(x + column), None))
+    tl.store(y + column, scores.tanh(tl.load(x + column), None))
 
 
 def test_tanh_is_exact():
@@ -331,11 +331,11 @@ def test_tanh_is_exact():
 
 @triton.jit
 def visit_kernel(visits, x, shift, before, after, N, OWN: tl.constexpr, T: tl.constexpr):
-    ranges = features.tile_ranges(x, shift, before, after, N, False, OWN, T)
+    ranges = scores.tile_ranges(x, shift, before, after, N, False, OWN, T)
     for n in range(ranges.whole, ranges.full, T):
         tl.store(visits + n // T, tl.load(visits + n // T) + 1)
     for n in range(ranges.begin, ranges.end, T):
-        column = features.jump(n, ranges, before)
+        column = scores.jump(n, ranges, before)
         tl.store(visits + column // T, tl.load(visits + column // T) + 100)
 
 

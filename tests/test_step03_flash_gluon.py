@@ -13,7 +13,8 @@ import triton
 import steps.step03_triton as step03
 from reference import attention, error, feature_cases
 from steps import engine
-from steps.step03_triton import bwd_2_gluon, checked, flash, flash_gluon, fwd_3_gluon, operators, options
+from steps.step03_triton import bwd_2_gluon, features, fwd_3_gluon
+from steps.step03_triton.features import flash, flash_gluon
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 
@@ -160,14 +161,21 @@ def test_options_with_which_the_kernels_would_read_what_is_not_there(given, laun
     assert not launched
 
 
+def whole(given):
+    """{name: value} of all options of a call, as the checks give them."""
+    own = {"causal": False, "scale": None, "tile": None, "rung": None, "deterministic": False}
+    f = own | features.DEFAULTS | given
+    return f | {"asked": features.options.asked(f)}
+
+
 def test_which_calls_take_it(monkeypatch):
     starts = torch.tensor([0, 10, 32], dtype=torch.int32)
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=22, max_seqlen_k=22)
 
-    def picked(D, carried=False, keys=32, queries=32, **given):
+    def picked(D, keys=32, queries=32, **given):
         q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (queries, keys))
-        f = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | given
-        return operators.launcher(q, k, f, carried)[0]
+        kernel, _ = features.forward_kernel(q, k, whole(given), gradient=True) or (None, None)
+        return kernel
 
     window = {"window": (7, 0)}
     assert picked(128, **window) is flash.forward, "there is no Hopper GPU"
@@ -178,9 +186,11 @@ def test_which_calls_take_it(monkeypatch):
     for given in ({"window": (1000, 24)}, {"window": (-1, 0)}, {"window": (1024, 5), "causal": True}, packed):
         assert picked(64, **given) is flash_gluon.forward
     narrow = {"window": (1000, 23)}, {"window": (1023, 5), "causal": True}, {"window": (7, -1), "causal": True}
-    for D, given in (*((64, given) for given in narrow), (40, packed), (128, {}), (128, {"causal": True})):
+    for D, given in (*((64, given) for given in narrow), (40, packed)):
         assert picked(D, **given) is flash.forward
-    for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}, {"keys": 0}):
+    assert picked(128) is picked(128, causal=True) is None, "a rung computes it"
+    carried = {"out": torch.zeros(1), "lse": torch.zeros(1)}
+    for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, carried, {"keys": 0}):
         assert picked(128, **window, **more) is flash.forward
 
 
@@ -227,13 +237,12 @@ def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
         torch.autograd.grad(attention(*leaves, sinks=sinks.requires_grad_(), **given, **options), leaves, small)
         return len(seen)
 
-    for attention_of in (step03.attention, checked.attention):
-        before = len(seen)
-        assert differentiate(attention_of, deterministic=True) == before
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-            assert differentiate(attention_of) == before, "torch asks for it"
-        assert differentiate(attention_of) == before + 1
+    before = len(seen)
+    assert differentiate(step03.attention, deterministic=True) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert differentiate(step03.attention) == before, "torch asks for it"
+    assert differentiate(step03.attention) == before + 1
     sinks.requires_grad_(False)
     before = len(seen)
     *_, of_first = step03.backward(dout[0], q[0], k[0], v[0], out[0], lse[0], sinks=sinks, **given)
@@ -245,7 +254,8 @@ def test_which_backwards_take_it(monkeypatch):
 
     def picked(D, keys=32, **given):
         q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (32, keys))
-        return operators.backward_launcher(q, k, operators.DEFAULTS | given)[0]
+        kernel, _ = features.backward_kernel(q, k, whole(given), ()) or (None, None)
+        return kernel
 
     assert picked(128, **sinks) is flash.backward, "there is no Hopper GPU"
     monkeypatch.setattr(fwd_3_gluon, "refusal", lambda q: None)
@@ -253,8 +263,9 @@ def test_which_backwards_take_it(monkeypatch):
         assert picked(D, **given) is flash_gluon.backward
     for more in ({"window": (7, 0)}, {"tile": [128, 64]}, {"deterministic": True}, {"keys": 0}, {"first_key": 3}):
         assert picked(128, **sinks, **more) is flash.backward
-    for D, given in ((40, sinks), (136, sinks), (128, {}), (128, {"causal": True})):
+    for D, given in ((40, sinks), (136, sinks)):
         assert picked(D, **given) is flash.backward
+    assert picked(128) is picked(128, causal=True) is None, "a rung computes it"
 
 
 def check(q, k, v, **given):

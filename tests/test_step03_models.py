@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import steps.step03_triton as step03
 from steps import engine
-from steps.step03_triton import models
+from steps.step03_triton.features import models
 from steps.step03_triton.replay import Recording
 
 B, H, N, D = 2, 2, 12, 16

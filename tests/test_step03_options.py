@@ -4,7 +4,6 @@ import inspect
 import itertools
 import math
 import weakref
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,10 +19,11 @@ from triton.runtime.interpreter import GridExecutor
 import steps.step03_triton as step03
 from reference import attention as exact
 from reference import cases, error, feature_cases, philox
-from steps import checks, contract, engine
-from steps.step03_triton import checked, decode, flash, operators, options, replay
+from steps import engine
+from steps.step03_triton import replay
+from steps.step03_triton.features import decode, flash, options
+from steps.step03_triton.features.sdpa import sdpa_of
 from steps.step03_triton.replay import Recording
-from steps.step03_triton.sdpa import sdpa_of
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 B, H, Hk, Nq, Nk, D = 2, 2, 1, 20, 23, 16
@@ -194,38 +194,43 @@ ENDS = {  # {option: its least and its largest number}
 }  # fmt: skip
 
 
+def read(given):
+    """{name: value} of all features, after the checks of numbers."""
+    return options.read_numbers({"seed": 1} | given, Z(1, H, Nq, D))
+
+
 @pytest.mark.parametrize("name", ENDS)
 def test_each_end_of_a_range(name):
     """Both ends are taken, and the number beyond each is not."""
     for end, towards in zip(ENDS[name], (-1, 1), strict=True):
-        assert options.read({name: end})[name] == end
+        assert read({name: end})[name] == end
         beyond = end + towards if isinstance(end, int) else math.nextafter(end, towards * math.inf)
         with pytest.raises(ValueError, match=f"{name} must be"):
-            options.read({name: beyond})
+            read({name: beyond})
 
 
 def test_each_end_of_a_window():
-    assert options.read({"window": (-1, 0)})["window"] == [-1, 0]
+    assert read({"window": (-1, 0)})["window"] == [-1, 0]
     for window in ((-2, 0), (0, -2)):
         with pytest.raises(ValueError, match="window must be"):
-            options.read({"window": window})
+            read({"window": window})
 
 
 @pytest.mark.parametrize("side, rows", [("q", Nq), ("k", Nk)])
 def test_each_end_of_what_packed_sequences_and_lengths_say(side, rows):
-    x = Z(1, H, rows, D), Z(1, H, rows, D)
+    x = rows, rows
     whole = {f"cu_seqlens_{one}": starts(0, 5, rows) for one in "qk"} | {f"max_seqlen_{one}": rows - 5 for one in "qk"}
     name, longest = f"cu_seqlens_{side}", f"max_seqlen_{side}"
-    options.check_values(*x, options.read(whole))
+    options.check_values(*x, read(whole))
     for wrong in ((1, 5, rows), (-1, 5, rows), (0, 5, 4), (0, 5, rows + 1)):
         with pytest.raises(ValueError, match=f"{name} must begin with 0, never fall, and end at most at {rows}, "):
-            options.check_values(*x, options.read(whole | {name: starts(*wrong)}))
+            options.check_values(*x, read(whole | {name: starts(*wrong)}))
     with pytest.raises(ValueError, match=f"{longest} must be at least the length .*, {rows - 5}; got {rows - 6}"):
-        options.check_values(*x, options.read(whole | {longest: rows - 6}))
-    options.check_values(*x, options.read({"lengths_k": starts(0, rows)}))
+        options.check_values(*x, read(whole | {longest: rows - 6}))
+    options.check_values(*x, read({"lengths_k": starts(0, rows)}))
     for wrong in (-1, rows + 1):
         with pytest.raises(ValueError, match=f"lengths_k must be between 0 and Nk = {rows}; got "):
-            options.check_values(*x, options.read({"lengths_k": starts(wrong)}))
+            options.check_values(*x, read({"lengths_k": starts(wrong)}))
 
 
 CARRIED = {"out": Z(B, H, Nq, D), "lse": Z(B, H, Nq)}
@@ -278,14 +283,12 @@ def test_numbers_on_a_gpu_are_read_only_on_demand():
     class OnGpu:
         is_cuda, shape = True, (1, H, 9, D)
 
-    f = options.read({}) | PACKED
-    options.check_values(OnGpu, OnGpu, f)
-    with pytest.raises(ValueError, match="end at most at 9"):
-        options.check_values(OnGpu, OnGpu, f | {"check": True})
-    lengths = options.read({}) | {"lengths_k": starts(30)}
-    options.check_values(OnGpu, OnGpu, lengths)
-    with pytest.raises(ValueError, match="between 0 and Nk = 9"):
-        options.check_values(OnGpu, OnGpu, lengths | {"check": True})
+    for given, words in ((PACKED, "end at most at 9"), ({"lengths_k": starts(30)}, "between 0 and Nk = 9")):
+        f = read({}) | given
+        assert options.check_each(f, OnGpu, OnGpu) is None
+        tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+        with pytest.raises(ValueError, match=words):
+            options.check_each(f | {"check": True, "seed": None}, OnGpu, OnGpu)(*tensors)
 
 
 def test_lengths_and_starts_are_checked_where_there_is_nothing_to_sum_too():
@@ -300,61 +303,35 @@ def test_lengths_and_starts_are_checked_where_there_is_nothing_to_sum_too():
             call(q, k, k, **packed, check=True)
 
 
-def test_files_that_are_lifted_out_check_q_k_and_v_too():
-    q, k, v = example()
-    options.check_inputs((("q", q), ("k", k), ("v", v)))
-    bads = [(q, k, v[:, :, 1:]), (q, k[:1], v[:1]), (q, k[..., 1:], v[..., 1:]), (q[0], k, v), (q[:, :1], q, q)]
-    bads += [(q[None],) * 3, (q[0, 0, 0],) * 3, (Z(1, 1, 2, 257),) * 3]
-    for bad in bads:
-        with pytest.raises(ValueError, match="q must be"):
-            options.check_inputs(tuple(zip("qkv", bad, strict=True)))
-    for bad in ((q, k.half(), v), (q, k, v.to("meta")), (q.int(), k.int(), v.int())):
-        with pytest.raises(TypeError, match="must be float"):
-            options.check_inputs(tuple(zip("qkv", bad, strict=True)))
-
-
-@pytest.mark.parametrize("dtype, D, exception, words", [
-    (torch.float16, 64, TypeError, "q must be float32 on cuda:0.*got float16"),
-    (torch.float32, 136, ValueError, "D at most 128"), (torch.float32, 128, None, None),
-], ids=str)  # fmt: skip
-def test_files_that_are_lifted_out_refuse_16_bits_before_ampere(dtype, D, exception, words, monkeypatch):
-    """The tensors have no memory, and the GPU is a name: no GPU is needed."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability in ((7, 5), (8, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        refused = exception and capability == (7, 5)
-        with FakeTensorMode(), pytest.raises(exception, match=words) if refused else nullcontext():
-            q, k, v = torch.empty(3, 1, H, 5, D, device="cuda", dtype=dtype)
-            options.check_inputs((("q", q), ("k", k), ("v", v)))
-
-
 # ---- torch's operators -----------------------------------------------------------------------------------------------
+
+
+NAMES = "causal", "scale", "tile", "rung", "deterministic", *options.DEFAULTS
 
 
 def arguments(given):
     """The options as the operators take them, and copies of the tensors."""
-    f = options.read({name: x for name, x in given.items() if name != "causal"})
-    own = {"causal": given.get("causal", False), "scale": None, "tile": None, "deterministic": False}
-    if isinstance(f["seed"], int):
-        f["seed"] = torch.tensor(f["seed"], device=engine.device)
-    f = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in f.items()}
-    return operators.in_order(own | f)
+    f = dict.fromkeys(NAMES) | {"causal": False, "deterministic": False} | options.DEFAULTS | given
+    f |= options.read_numbers(f, Z(1, H, Nq, D))
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in f.values()]
 
 
 @pytest.mark.parametrize("names", [SETS[0], *(pytest.param(x, marks=pytest.mark.long) for x in SETS[1:])], ids=str)
 def test_opcheck(names):
-    given = features(names)
+    given, ops = features(names), torch.ops.steps
+    forward, backward, carry = (getattr(ops, f"step03_triton_{name}") for name in ("forward", "backward", "carry"))
     q, k, v = example(batch=1 if {"packed", "additive"} & {*names} else B)
-    out, lse = operators.forward_operator(q, k, v, *arguments(given))
-    torch.library.opcheck(operators.backward_operator, (q, q, k, v, out, lse, *arguments(given), is_additive(given)))
-    leaves, of_forward = [x.clone().requires_grad_() for x in (q, k, v)], list(arguments(given))
+    out, lse = forward(q, k, v, *arguments(given))
+    flags = is_additive(given), "sinks" in given
+    torch.library.opcheck(backward, (q, q, k, v, out, lse, *flags, *arguments(given)))
+    leaves, of_forward = [x.clone().requires_grad_() for x in (q, k, v)], arguments(given)
     for name in learned(given):
-        of_forward[operators.NAMES.index(name)].requires_grad_()
-    torch.library.opcheck(operators.forward_operator, (*leaves, *of_forward))
-    out, lse = operators.forward_operator(*leaves, *of_forward)
+        of_forward[NAMES.index(name)].requires_grad_()
+    torch.library.opcheck(forward, (*leaves, *of_forward))
+    out, lse = forward(*leaves, *of_forward)
     assert out.requires_grad and not lse.requires_grad  # there is no gradient through lse
     if names == SETS[1]:
-        torch.library.opcheck(operators.carry_operator, (q, k, v, out.float(), lse, *arguments(given)))
+        torch.library.opcheck(carry, (q, k, v, out.float().detach(), lse, *arguments(given)))
 
 
 @pytest.mark.parametrize("names, dtype", [
@@ -427,7 +404,7 @@ def test_bad_input_is_refused_while_it_is_traced(given, words):
 
 @pytest.mark.parametrize("given, exception, words", [
     ({"scale": -1.0}, ValueError, "scale must be .*> 0.*got -1.0"), ({"scale": math.nan}, ValueError, "got nan"),
-    ({"tile": (24, 24)}, ValueError, "tile must be .*powers of two"), ({"tile": 16}, TypeError, "tile must .*got 16"),
+    ({"tile": (24, 24)}, ValueError, "has the tiles"), ({"tile": 16}, TypeError, "tile must .*got 16"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"), ({"k": [1.0]}, TypeError, "k must be a torch.T"),
 ], ids=str)  # fmt: skip
 def test_bad_input_is_refused_under_a_mode(given, exception, words):
@@ -739,10 +716,9 @@ def test_tensors_of_no_element(name, shape):
     torch.testing.assert_close(carried, ((1 - with_sinks).exp()[..., None].expand_as(q), with_sinks))
 
 
-@pytest.mark.parametrize("by", [step03, checked], ids=["stage", "lifted"])
 @pytest.mark.parametrize("dtype", options.FLOATS, ids=str)
 @pytest.mark.parametrize("name", FEATURES)
-def test_results_of_no_number_have_their_dtypes(name, dtype, by):
+def test_results_of_no_number_have_their_dtypes(name, dtype):
     """A mask's gradient and that of the sinks have their own, whatever that of q is."""
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     for keys in (0, Nk):  # no key, then no query
@@ -756,9 +732,9 @@ def test_results_of_no_number_have_their_dtypes(name, dtype, by):
             given["alibi_slopes"] = Z(1, H)
         if "sinks" in given:
             given["sinks"] = given["sinks"].to(other)
-        out, lse = by.forward(q, k, k, **given)
+        out, lse = step03.forward(q, k, k, **given)
         asked = {"mask_gradient": True} if is_additive(given) else {}
-        grads = by.backward(q, q, k, k, out, lse, **given, **asked)
+        grads = step03.backward(q, q, k, k, out, lse, **given, **asked)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         assert [x.dtype for x in grads] == [dtype] * 3 + [other] * len(learned(given))
 
@@ -929,7 +905,8 @@ def test_help_says_what_the_features_are(name):
     function = getattr(step03, name)
     parameters = inspect.signature(function).parameters
     for feature, default in options.DEFAULTS.items():
-        assert parameters[feature].default is default and parameters[feature].kind == inspect.Parameter.KEYWORD_ONLY
+        assert repr(parameters[feature].default) == repr(default)
+        assert parameters[feature].kind == inspect.Parameter.KEYWORD_ONLY
         assert feature in step03.forward.__doc__
     assert parameters["rung"].default is None and "rung" in function.__doc__
     assert ("deterministic" in parameters) == (name != "forward")
@@ -1029,33 +1006,6 @@ def test_sdpa_without_a_head():
     q, k = random(B, 0, Nq, D), random(B, 0, Nk, D)
     for gqa in (False, True):
         assert step03.sdpa(q, k, k, enable_gqa=gqa).shape == q.shape
-
-
-def test_what_options_repeats_of_checks_says_the_same():
-    """options.py is copied out without checks.py. An x (4, 8) is wrong in each way in which a tensor can be."""
-    q, lse = Z(4, 8), Z(4)
-    nested = torch.nested.nested_tensor([Z(3)], layout=torch.jagged)
-    sparse = Z(4, 8).to_sparse()
-    saved = (q, Z(4, 9), q, lse), (q, q, q.bool(), lse), (q, q, q, Z(3)), (q, q, q, lse.double()), (q, q, nested, lse)
-    calls = [("check_saved", given) for given in saved] + [("check_flag", ("causal", 1))]
-    calls += [("check_dense", ("q", x)) for x in (nested, sparse)]
-    where = (torch.half, q.device), (q.dtype, torch.device("meta"))
-    calls += [("check_dtype", ("k", q, (dtype,), device)) for dtype, device in where]
-
-    def said(module, name, given):
-        more = {"out_dtypes": (q.dtype, torch.float32)} if (module, name) == (checks, "check_saved") else {}
-        with pytest.raises((TypeError, ValueError)) as raised:
-            getattr(module, name)(*given, **more)
-        return raised.type, str(raised.value)
-
-    for name, given in calls:
-        assert said(checks, name, given) == said(options, name, given)
-
-
-def test_a_traced_call_is_known_in_the_same_way_as_in_the_other_stages():
-    """checked.py is copied out without contract.py."""
-    ours, theirs = (module.is_traced.__code__ for module in (checked, contract))
-    assert (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of X scale / softcap, of which tanh is 1

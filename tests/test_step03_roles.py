@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from steps import engine
-from steps.step03_triton import flash_gluon, fwd_3_gluon, scheduler
+from steps.step03_triton import fwd_3_gluon, scheduler
+from steps.step03_triton.features import flash_gluon
 from support.roles import SECONDS, run_together
 
 

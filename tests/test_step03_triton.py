@@ -20,15 +20,13 @@ from steps.step03_triton import (
     bwd_0_fused,
     bwd_1_tma,
     bwd_2_gluon,
-    flash,
     fwd_0_fused,
     fwd_1_tma,
     fwd_2_roles,
     fwd_3_gluon,
-    options,
     rungs,
-    tiles,
 )
+from steps.step03_triton.features import flash, tiles
 from steps.step03_triton.replay import Recording
 from support import compile_triton
 from support.contract_suite import Contract, unwritten_is_nan
@@ -322,8 +320,8 @@ def test_which_rungs_a_gpu_has():
         assert tuple(rungs.available(capability)) == ("fused",)
     sixteen_bits = (torch.float16, torch.bfloat16)
     for capability in (None, (8, 0), (9, 0), (12, 0)):
-        assert options.taken(capability) == ((torch.float32, *sixteen_bits), range(1, 257))
-    assert options.taken((7, 5)) == ((torch.float32,), range(1, 129))
+        assert rungs.taken(capability) == ((torch.float32, *sixteen_bits), range(1, 257))
+    assert rungs.taken((7, 5)) == ((torch.float32,), range(1, 129))
 
 
 @pytest.mark.parametrize("D, dtype, rung", [

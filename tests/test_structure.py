@@ -16,7 +16,7 @@ TIES = {
     "step00_naive": {"__init__.py"},
     "step01_fa1_numba": {"__init__.py"},
     "step02_fa2_cuda": {"__init__.py"},
-    "step03_triton": {"__init__.py", "sdpa.py", "public.py"},
+    "step03_triton": {"__init__.py", "functions.py", "options.py"},
     "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py", "account.py", "block.py", "in_your_model.py"},
 }
 # What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
@@ -25,9 +25,10 @@ BELOW = {
     "engine": set(),
     "places": set(),
     "puzzle": set(),
-    "operators": set(),
+    "operators": {"checks"},
+    "cached": set(),
     "checks": set(),
-    "contract": {"checks", "engine", "operators"},
+    "contract": {"cached", "checks", "engine", "operators"},
     "stages": {"checks", "contract", "engine"},
     "catalogue": {"engine", "stages"},
     "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},  # also steps/workbook.py
@@ -46,7 +47,6 @@ OTHER_STAGES = {
 SHARED_NAMES = {
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
-    "operators": "what torch.compile sees of a stage",
     "ring": "stage 04's loop, and what measures it",
     "workbook": "the exercises, and the place from which sheets of an earlier version import them",
 }

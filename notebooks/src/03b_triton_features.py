@@ -130,7 +130,7 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 # scale · log2(e), `seq.shift` is Nk - Nq, and 03x explains `SWALLOWS`.
 
 # %% slideshow={"slide_type": "fragment"}
-show("step03_triton/features", "scores")
+show("step03_triton/features/scores", "scores")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A window is no mask
@@ -370,7 +370,7 @@ for call, q, arguments in (  # attn_mask, dropout_p, is_causal
     ("float64", x.double(), (None, 0.0, True)),
     ("head_dim 512", x.repeat(1, 1, 1, 8), (None, 0.0, True)),
 ):
-    ours = step03.models.takes(q, q, q, *arguments, scale=None)
+    ours = step03.features.models.takes(q, q, q, *arguments, scale=None)
     print(f"{call:22} computed by {'our kernels' if ours else 'torch'}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -54,6 +54,23 @@ LIMITS = {
 }
 
 
+def taken(capability):
+    """(dtypes, head_dims) that the kernels take on a GPU of this compute capability; None is Triton's interpreter.
+
+    Triton does not use the tensor cores of GPUs before Ampere. Without them the 16-bit kernels do not fit into the
+    registers, nor the larger head_dims into the shared memory.
+    """
+    if capability and capability[0] < 8:
+        return (torch.float32,), range(1, 129)
+    return (torch.float32, *SIXTEEN_BITS), range(1, 257)
+
+
+def taken_on(device):
+    """`taken` of a device. A tensor without memory may be on a GPU that this machine does not have."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return taken(torch.cuda.get_device_capability(device) if on_gpu else None)
+
+
 def available(capability):
     """{word: (forward, backward)} for a GPU of this compute capability, or without a GPU for Triton's interpreter."""
     if capability is None:  # Gluon does not run in the interpreter. The first rung is the simplest one there.

@@ -184,7 +184,7 @@ def of_lengths(stage):
 
 def of_decode(stage):
     options = {"causal": False, "scale": 1.0, "splits": 1}
-    return Way(stage.decode.forward, None, options, OF_LENGTHS | {"splits": [2]}, {}, (), LENGTHS, DTYPES)
+    return Way(stage.features.decode.forward, None, options, OF_LENGTHS | {"splits": [2]}, {}, (), LENGTHS, DTYPES)
 
 
 FEATURES = {"03 features": of_features, "03 packed": of_packed, "03 lengths": of_lengths, "03 decode, alone": of_decode}

@@ -15,7 +15,8 @@ import torch
 
 from reference import error, feature_cases
 from steps import engine
-from steps.step03_triton import flash_gluon, fwd_2_roles, fwd_3_gluon
+from steps.step03_triton import fwd_2_roles, fwd_3_gluon
+from steps.step03_triton.features import flash_gluon
 
 from .sanitized_kernels import inputs
 

@@ -337,11 +337,15 @@ ANY = "sdpa-cudnn", "sdpa-flash", "flex", "fa4"
 
 def feature(name, point, options, beside=(), share=1.0, passes=("fwd", "bwd"), last=None):
     """The task of a feature: options of the kernel, and the peers. Rows tell the options that are no tensors."""
-    from steps.step03_triton import operators  # imported here because Triton is not available everywhere
+    from steps.step03_triton import features  # imported here because Triton is not available everywhere
 
-    q, f = torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device), operators.DEFAULTS | options
-    forward, _ = operators.launcher(q, q, f, carried=False)
-    of_backward, _ = operators.backward_launcher(q, q, f)
+    q = torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device)
+    own = {"causal": False, "scale": None, "tile": None, "rung": None, "deterministic": False}
+    f = own | features.DEFAULTS | options
+    f["asked"] = features.options.asked(f)
+    of_flash = features.flash.forward, None  # also measured without a feature
+    forward, _ = features.forward_kernel(q, q, f, gradient=True) or of_flash
+    of_backward, _ = features.backward_kernel(q, q, f, ()) or (features.flash.backward, None)
     stems = [launcher.__module__.rpartition(".")[2] for launcher in (forward, of_backward)]
 
     def backward(*tensors, causal):
@@ -361,7 +365,7 @@ def asked(how):
 
 def a_new_token(B, cache):
     """The task of decoding for B sequences; four query heads share a key head."""
-    from steps.step03_triton import decode
+    from steps.step03_triton.features import decode
 
     entrants = Entrant("03_triton", "decode", decode.forward), *map(a_peer, ANY)
     point = Point(B, 32, 1, 128, Hk=8, Nk=cache)

@@ -317,8 +317,8 @@ def source_files(stage, kernel, root=ROOT):
     They are the kernel's own, and the files of its stage that those import or include. stage, kernel: as in FIELDS.
     """
     folder, stems = Path(root) / "steps" / f"step{stage}", kernel.partition(":")[0].split("+")
-    own = [path for stem in stems for path in folder.glob(f"{stem}.*")]
-    if {path.relative_to(folder).with_suffix("").as_posix() for path in own} != set(stems):
+    own = [path for stem in stems for path in folder.glob(f"**/{stem}.*") if path.suffix in (".py", ".cu")]
+    if len(own) != len(stems):
         return []
     also = [folder / f"{name}.py" for stem in stems for name in ALSO.get((stage, stem), ())]
     found, waiting = set(), {*own, *also}

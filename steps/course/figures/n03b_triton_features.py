@@ -11,7 +11,7 @@ from steps.course.figures.measured import H100, H200, fresh
 from steps.course.figures.picture import picture
 from steps.course.figures.plots import table, visited_tiles
 from steps.course.figures.triton_planted import planted
-from steps.step03_triton import features, flash
+from steps.step03_triton.features import flash, scores
 
 torch.set_num_threads(1)  # Small tensors are faster on one thread.
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -40,11 +40,11 @@ def row_of_scores(i, scaled, cap, M, S, derivative):
 @triton.jit
 def visit_kernel(tiles, count, N, LEFT, RIGHT, SIDE: tl.constexpr):
     tiles += tl.program_id(0) * count
-    r = features.tile_ranges(tl.program_id(0) * SIDE, 0, LEFT, RIGHT, N, False, SIDE, SIDE)
+    r = scores.tile_ranges(tl.program_id(0) * SIDE, 0, LEFT, RIGHT, N, False, SIDE, SIDE)
     for j in range(r.whole, r.full, SIDE):
         tl.store(tiles + j // SIDE, 1)
     for n in range(r.begin, r.end, SIDE):
-        tl.store(tiles + features.jump(n, r, LEFT) // SIDE, 2)
+        tl.store(tiles + scores.jump(n, r, LEFT) // SIDE, 2)
 
 
 def windows():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from steps.step03_triton import fwd_0_fused
 
-FILES = "fwd_0_fused", "replay", "flash", "flash_kernels", "features", "tiles"  # they import no other file
+FILES = "fwd_0_fused", "replay", "features/flash", "features/flash_kernels", "features/scores", "features/tiles"
 numbers = itertools.count()
 folder = tempfile.TemporaryDirectory()  # Triton reads a kernel's text from its file when it first runs.
 sys.path.insert(0, folder.name)
@@ -17,10 +17,11 @@ sys.path.insert(0, folder.name)
 def planted(module, file, before, after):
     """The module of stage 03, from a copy of FILES in which `after` stands for `before` in one file."""
     package = Path(folder.name, f"planted_{next(numbers)}")
-    package.mkdir()
-    for stem in FILES:
-        text = Path(fwd_0_fused.__file__).with_name(f"{stem}.py").read_text()
+    (package / "features").mkdir(parents=True)
+    names = {Path(path).name: path for path in FILES}  # they import no other file
+    for stem, path in names.items():
+        text = (Path(fwd_0_fused.__file__).parent / f"{path}.py").read_text()
         if stem == file and before not in text:
             raise ValueError(f"{file} has no {before!r}.")
-        (package / f"{stem}.py").write_text(text.replace(before, after) if stem == file else text)
-    return importlib.import_module(f"{package.name}.{module}")
+        (package / f"{path}.py").write_text(text.replace(before, after) if stem == file else text)
+    return importlib.import_module(f"{package.name}.{names[module].replace('/', '.')}")

@@ -23,11 +23,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import bwd_2_gluon
-from .features import Features, check_options
-from .flash_kernels import add_sink as add_sink_in_triton
-from .flash_kernels import delta_kernel
-from .fwd_3_gluon import (
+from .. import bwd_2_gluon
+from ..fwd_3_gluon import (
     LOG2_E,
     STAGES,
     TILES,
@@ -48,8 +45,11 @@ from .fwd_3_gluon import (
     store_rows,
     wait_turn,
 )
-from .replay import replayed
-from .scheduler import order_of, place, programs_for, rounds_of
+from ..replay import replayed
+from ..scheduler import order_of, place, programs_for, rounds_of
+from .flash_kernels import add_sink as add_sink_in_triton
+from .flash_kernels import delta_kernel
+from .scores import Features, check_options
 from .tiles import new_packed, strides_of
 
 add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because what it calls means the same in both languages.

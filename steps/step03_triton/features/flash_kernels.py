@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .features import (
+from .scores import (
     LN_2,
     LOG2_E,
     SWALLOWS,

@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .features import check_options, tanh
-from .replay import replayed
+from ..replay import replayed
+from .scores import check_options, tanh
 
 # (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. All fit into the 99 KB of
 # shared memory that every GPU from Ampere on has.

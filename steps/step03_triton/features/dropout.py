@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..replay import replayed
 from . import options
-from .features import Features, Head, Policy, Tile, find_sequence, kept
-from .replay import replayed
+from .scores import Features, Head, Policy, Tile, find_sequence, kept
 
 _base, _calls = None, 0  # of set_deterministic
 
@@ -75,21 +75,20 @@ def dropout_mask(
     """
     sizes = {"B": B, "H": H, "Nq": Nq, "Nk": Nk}
     B, H, Nq, Nk = (options.read_integer(name, n, 0, options.FAR) for name, n in sizes.items())
-    given = options.read({
-        "dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    })  # fmt: skip
     if seed is None:
         raise TypeError("seed must be an integer or an int64 tensor; got None.")
     place = next((x.device for x in (seed, cu_seqlens_q) if isinstance(x, torch.Tensor)), None)
     device = device or place or ("cpu" if triton.knobs.runtime.interpret else "cuda")
-    given["seed"] = torch.as_tensor(given["seed"], device=device)
+    q, k = (torch.empty(B, H, N, 0, device=device) for N in (Nq, Nk))
+    given = options.read_numbers({
+        "dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }, q)  # fmt: skip
     starts = [None if x is None else x.contiguous() for x in (given["cu_seqlens_q"], given["cu_seqlens_k"])]
     if any(x is not None for x in starts):
-        given |= {"max_seqlen_q": Nq, "max_seqlen_k": Nk, "check": True}
-    q, k = (torch.empty(B, H, N, 0, device=device) for N in (Nq, Nk))
-    options.check(q, k, given)
-    options.check_values(q, k, given)
+        given |= {"max_seqlen_q": Nq, "max_seqlen_k": Nk}
+    options.check_tensors(given, q, k)
+    options.check_values(Nq, Nk, given)
     numbers = {"p": given["dropout_p"], "first_query": given["first_query"], "first_key": given["first_key"]}
     return kept_entries(q, k, given["seed"], *starts, **numbers)[0].bool()
 

@@ -27,7 +27,7 @@ kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. Wha
     nn.MultiheadAttention with need_weights=True                  no call: it computes P as a matrix itself
     in a function that was compiled outside of the context        as compiled
 
-Needs checked.py, sdpa.py and the files that they name. Left out: the mask of T5 in transformers.
+Left out: the mask of T5 in transformers.
 """
 
 import contextlib
@@ -38,8 +38,9 @@ import triton
 from torch._functorch import config as compiling
 from torch.autograd import forward_ad
 
-from . import options
-from .checked import attention
+from ..functions import attention
+from ..rungs import taken_on
+from .options import FLOATS
 from .sdpa import sdpa_of
 
 NAME = "steps_triton"
@@ -106,7 +107,7 @@ def takes(query, key, value, attn_mask, dropout_p, is_causal, scale):
     """Whether our kernels compute this call: the table above."""
     tensors, float32 = (query, key, value), torch.finfo(torch.float32)
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
-    dtypes, head_dims = options.taken_on(query.device)
+    dtypes, head_dims = taken_on(query.device)
     return (
         not any(x.is_nested for x in tensors)
         and query.dtype in dtypes
@@ -124,7 +125,7 @@ def takes(query, key, value, attn_mask, dropout_p, is_causal, scale):
 
 def takes_mask(mask, query):
     dense = not mask.is_nested and mask.layout is torch.strided
-    return dense and mask.dtype in (torch.bool, *options.FLOATS) and mask.device == query.device
+    return dense and mask.dtype in (torch.bool, *FLOATS) and mask.device == query.device
 
 
 def register_with_transformers(name=NAME):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .features import Features, Policy, check_options
+from ..replay import replayed
 from .flash_kernels import (
     Inputs,
     Strides,
@@ -28,7 +28,7 @@ from .flash_kernels import (
     mask_kernel,
     queries_kernel,
 )
-from .replay import replayed
+from .scores import Features, Policy, check_options
 from .tiles import can_copy, describe, describe_numbers, is_aligned, new_packed, products, strides_of
 
 # (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256. In "tma" the copy engine reads the tiles. A mask, the

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: MIT
+"""What a call needs is found once for each layout of its tensors, and cached under one key.
+
+    key = key_of(tensors, options)
+    plan = plans.get(key) or plans.add(key, make_plan())
+
+The same idea serves the contract (which checks have passed), stage 02's plans, stage 03's recordings, and stage 04's
+agreements. A cached value holds no tensor. Needs torch only.
+"""
+
+import numbers
+
+import torch
+
+CONSTANT = frozenset((bool, int, float, str, type(None)))  # the types of almost all options
+
+
+class Cache(dict):
+    """{key: value}. It is cleared when it has MOST entries, because a program may call with ever new lengths."""
+
+    MOST = 1000
+
+    def add(self, key, value):
+        """The value, which is cached unless the key is None."""
+        if key is not None:
+            if len(self) >= self.MOST:
+                self.clear()
+            self[key] = value
+        return value
+
+
+def key_of(tensors, options):
+    """All that checks and plans depend on: the options with their types, because 1 == True, and the tensors' layouts.
+
+    Returns None, so that nothing is cached, for fake tensors, subclasses of Tensor and options that can change.
+    """
+    try:
+        key = [(name, x, type(x) if type(x) in CONSTANT else types_in(x)) for name, x in options.items()]
+        for x in tensors:
+            if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+                address = x.data_ptr()
+                if address == 0:
+                    return None
+                key.append((x.dtype, x.device, x.shape, x.stride(), address % 16, x.is_neg()))
+            elif x is None:
+                key.append(None)
+            else:
+                return None
+        key = tuple(key)
+        hash(key)
+        return key
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
+def types_in(x):
+    """The type of a number, or those of the numbers in a tuple, because (1.0, 1) == (True, 1).
+
+    Raises TypeError for what can change. A tensor may be an option, such as first_query: it equals itself, and has the
+    same hash, also after its number has changed.
+    """
+    types = tuple(map(type, x)) if type(x) is tuple else (type(x),)
+    for kind in types:
+        if kind not in CONSTANT and not issubclass(kind, numbers.Number):
+            raise TypeError
+    return types
