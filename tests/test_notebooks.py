@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from steps.bench import cost
 from steps.figures import n02a_first_kernels
 from support import preloaded_kernel
 
-jupytext = pytest.importorskip("jupytext", reason="Jupyter is not installed")
-nbclient = pytest.importorskip("nbclient", reason="Jupyter is not installed")
-nbformat = pytest.importorskip("nbformat", reason="Jupyter is not installed")
+# Jupyter takes seconds to import, in each process that collects the tests. So the functions that need it import it.
+no_jupyter = not all(map(find_spec, ("jupytext", "nbclient", "nbformat")))
+pytestmark = pytest.mark.skipif(no_jupyter, reason="Jupyter is not installed")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -46,12 +47,16 @@ def source(stem):
 @functools.cache
 def script(stem):
     """The cells of a notebook's script."""
+    import jupytext
+
     return jupytext.reads(source(stem), "py:percent").cells
 
 
 @functools.cache
 def saved(path):
     """The cells of a notebook."""
+    import nbformat
+
     return nbformat.read(path, as_version=4).cells
 
 
@@ -62,6 +67,8 @@ def code_cells(path):
 @pytest.fixture(scope="module")
 def executions(tmp_path_factory):
     """{stem: future of (notebook, error or "")}: runs each notebook's script in a Jupyter kernel, two at a time."""
+    import jupytext
+    import nbclient
 
     def execute(path, kernel):
         notebook = jupytext.reads(source(path.stem), "py:percent")
