@@ -27,6 +27,9 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DEEPER = [path for path in NOTEBOOKS if path.stem[2] == "x"]  # for specialists, in sections that can be read alone
 MAIN = [path for path in NOTEBOOKS if path not in DEEPER]
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+long_if_deeper = pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.long] * (path in DEEPER), id=path.stem) for path in NOTEBOOKS]
+)
 each_of_the_main_line = pytest.mark.parametrize("path", MAIN, ids=lambda path: path.stem)
 
 
@@ -65,8 +68,11 @@ def code_cells(path):
 
 
 @pytest.fixture(scope="module")
-def executions(tmp_path_factory):
-    """{stem: future of (notebook, error or "")}: runs each notebook's script in a Jupyter kernel, two at a time."""
+def executions(request, tmp_path_factory):
+    """{stem: future of (notebook, error or "")}: runs each notebook's script in a Jupyter kernel, two at a time.
+
+    Those that go deeper are run in a long run only.
+    """
     import jupytext
     import nbclient
 
@@ -81,10 +87,11 @@ def executions(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("jupyter")
     with preloaded_kernel.specification(folder) as kernel, ThreadPoolExecutor(2) as pool:
-        yield {path.stem: pool.submit(execute, path, kernel) for path in NOTEBOOKS}
+        run = NOTEBOOKS if request.config.getoption("--long") else MAIN
+        yield {path.stem: pool.submit(execute, path, kernel) for path in run}
 
 
-@each_notebook
+@long_if_deeper
 def test_executes(path, executions):
     _, error = executions[path.stem].result()
     assert not error, error[-3000:]
@@ -304,6 +311,7 @@ def printed(stem, executions):
     return "".join(o.get("text", "") for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
 
 
+@pytest.mark.long
 def test_a_warp_goes_on_while_an_mma_runs(executions):
     """The machine code of fwd_5 has exponentials between independent products, and 02d does not deny it."""
     text = printed("02x_deeper", executions)
@@ -416,6 +424,7 @@ def test_the_whole_forward_of_03a_is_compiled_as_it_stands_on_the_page():
     assert "wgmma" in found["ptx"] and "refused" not in found
 
 
+@pytest.mark.long
 def test_02x_says_what_the_compiler_makes_of_cooperative_groups(executions):
     text = printed("02x_deeper", executions)
     if "CUDA's headers are not here" in text:
@@ -433,6 +442,7 @@ def test_00_is_a_classifier_and_03b_asks_the_checker(executions):
     assert found[1:] == [(call, "torch") for call in ("a mask, and is_causal", "float64", "head_dim 512")]
 
 
+@pytest.mark.long
 def test_03x_says_what_compilers_make_of_roles_and_of_the_formula(executions):
     text = printed("03x_deeper", executions)
     assert re.findall(r"begins at row i \+ (\d+)", text) == ["64", "128"]
