@@ -3,6 +3,7 @@
 import ast
 import functools
 import hashlib
+import inspect
 import json
 import re
 import shutil
@@ -95,6 +96,24 @@ def executions(request, tmp_path_factory):
 def test_executes(path, executions):
     _, error = executions[path.stem].result()
     assert not error, error[-3000:]
+
+
+@pytest.mark.parametrize("path", DEEPER, ids=lambda path: path.stem)
+def test_what_a_page_calls_is_there_and_takes_these_arguments(path):
+    """Of the notebooks that a short run does not execute, only their cell of imports."""
+    first, *others = code_cells(path)
+    page = {}
+    exec(first.source, page)
+    for cell in others:
+        for call in filter(lambda node: isinstance(node, ast.Call), ast.walk(ast.parse(cell.source))):
+            name, *attributes = ast.unparse(call.func).split(".")
+            if name not in page or not all(map(str.isidentifier, attributes)):
+                continue  # Python's own, or defined in a cell
+            function = functools.reduce(getattr, attributes, page[name])
+            names = {keyword.arg: None for keyword in call.keywords}
+            are_listed = None not in names and not any(isinstance(argument, ast.Starred) for argument in call.args)
+            if inspect.isfunction(function) and are_listed:
+                inspect.signature(function).bind(*call.args, **names)
 
 
 @each_notebook
