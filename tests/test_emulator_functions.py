@@ -9,16 +9,10 @@ import torch
 
 from steps import engine
 from steps.step02_fa2_cuda import emulator, nvrtc
-from steps.workbook import check, runner
+from steps.workbook import check
 from support.answers import edited
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_server():
-    yield
-    runner.stop()
 
 
 # CUDA Math API, "Single Precision Mathematical Functions" and "Single Precision Intrinsics", and casts.

@@ -15,7 +15,7 @@ TEXTS = {  # {what makes the changes: {a text: what its changes leave}}
             'def f(n=1):\n    """k + v"""\n    if n <= 2: raise ValueError("k - v", 3)',
             'def f(n=1):\n    """k + v"""\n    if n < 3: raise ValueError("k - v", 3)',
             'def f(n=1):\n    """k + v"""\n    if False: raise ValueError("k - v", 3)'],
-        "def f(k, v): return k + v": ["def f(k, v): return k - v", "def f(k, v): return v + v", "def f(k, v): return k + k"],
+        "def f(k, v): return k + v": [f"def f(k, v): return {x}" for x in ("k - v", "v + v", "k + k")],
         "y = min(a, f(b, c)) if -math.inf else a or b or c": [
             *(f"y = {x}" for x in ("min(a, f(b, c))", "a or b or c")),
             *(f"y = {x} if -math.inf else a or b or c" for x in ("a", "f(b, c)")),

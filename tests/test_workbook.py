@@ -72,12 +72,6 @@ def my(tmp_path, monkeypatch):
     return tmp_path / "my"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def end_of_server():
-    yield
-    runner.stop()
-
-
 def hand_in(id, text):
     """Writes the reader's file of a task."""
     TASKS[id].mine.parent.mkdir(exist_ok=True)
