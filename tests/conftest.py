@@ -7,6 +7,7 @@ With --mine the stages' tests run on the functions that a reader wrote in my/, a
 import os
 import re
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ BUDGETS = {  # in seconds on 2 cores without a GPU; a file that takes five times
     "test_bench_ring.py": 15, "test_figures.py": 10, "test_puzzle.py": 5, "test_site.py": 5,
     "test_step03_flash_gluon.py": 40, "test_step03_roles.py": 10, "test_step03_backward_roles.py": 5,
     "test_terminal.py": 10, "test_wheel.py": 20, "test_verdicts.py": 25, "test_reports.py": 30,
+}  # fmt: skip
+# A process runs a file as a whole, but of these so many parts, so that at the end none waits for a long file alone.
+PARTS = {
+    "test_workbook.py": 4, "test_step02_fa2_cuda.py": 3, "test_step03_features.py": 3, "test_step01_fa1_numba.py": 2,
+    "test_verify.py": 2, "test_step03_options.py": 2,
 }  # fmt: skip
 _seconds: dict[str, float] = {}
 
@@ -136,6 +142,23 @@ def pytest_collection_modifyitems(config, items):
         number = re.match(r"test_step(\d\d)_", item.path.name)
         if reason := config.mine.nothing(number[1]) if number else "--mine is for the stages' tests":
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def part_of(nodeid):
+    """The unit that one process runs. Tests of one function that begin with the same parameter stay together."""
+    file, together = nodeid.split("::")[0], nodeid.partition("-")[0]
+    return f"{file} {zlib.crc32(together.encode()) % PARTS.get(Path(file).name, 1)}"
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist need not be installed
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = part_of
+    return scheduler
 
 
 def pytest_runtest_setup(item):

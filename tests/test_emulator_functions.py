@@ -8,17 +8,11 @@ import pytest
 import torch
 
 from steps import engine
-from steps.course.workbook import check, runner
+from steps.course.workbook import check
 from steps.step02_fa2_cuda import emulator, nvrtc
 from support.answers import edited
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_server():
-    yield
-    runner.stop()
 
 
 # CUDA Math API, "Single Precision Mathematical Functions" and "Single Precision Intrinsics", and casts.

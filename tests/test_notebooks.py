@@ -3,10 +3,12 @@
 import ast
 import functools
 import hashlib
+import inspect
 import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,18 @@ from steps.course.bench import cost
 from steps.course.figures import n02a_first_kernels
 from support import preloaded_kernel
 
-jupytext = pytest.importorskip("jupytext", reason="Jupyter is not installed")
-nbclient = pytest.importorskip("nbclient", reason="Jupyter is not installed")
-nbformat = pytest.importorskip("nbformat", reason="Jupyter is not installed")
+# Jupyter takes seconds to import, in each process that collects the tests. So the functions that need it import it.
+no_jupyter = not all(map(find_spec, ("jupytext", "nbclient", "nbformat")))
+pytestmark = pytest.mark.skipif(no_jupyter, reason="Jupyter is not installed")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DEEPER = [path for path in NOTEBOOKS if path.stem[2] == "x"]  # for specialists, in sections that can be read alone
 MAIN = [path for path in NOTEBOOKS if path not in DEEPER]
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+long_if_deeper = pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.long] * (path in DEEPER), id=path.stem) for path in NOTEBOOKS]
+)
 each_of_the_main_line = pytest.mark.parametrize("path", MAIN, ids=lambda path: path.stem)
 
 
@@ -46,12 +51,16 @@ def source(stem):
 @functools.cache
 def script(stem):
     """The cells of a notebook's script."""
+    import jupytext
+
     return jupytext.reads(source(stem), "py:percent").cells
 
 
 @functools.cache
 def saved(path):
     """The cells of a notebook."""
+    import nbformat
+
     return nbformat.read(path, as_version=4).cells
 
 
@@ -60,8 +69,13 @@ def code_cells(path):
 
 
 @pytest.fixture(scope="module")
-def executions(tmp_path_factory):
-    """{stem: future of (notebook, error or "")}: runs each notebook's script in a Jupyter kernel, two at a time."""
+def executions(request, tmp_path_factory):
+    """{stem: future of (notebook, error or "")}: runs each notebook's script in a Jupyter kernel, two at a time.
+
+    Those that go deeper are run in a long run only.
+    """
+    import jupytext
+    import nbclient
 
     def execute(path, kernel):
         notebook = jupytext.reads(source(path.stem), "py:percent")
@@ -74,13 +88,32 @@ def executions(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("jupyter")
     with preloaded_kernel.specification(folder) as kernel, ThreadPoolExecutor(2) as pool:
-        yield {path.stem: pool.submit(execute, path, kernel) for path in NOTEBOOKS}
+        run = NOTEBOOKS if request.config.getoption("--long") else MAIN
+        yield {path.stem: pool.submit(execute, path, kernel) for path in run}
 
 
-@each_notebook
+@long_if_deeper
 def test_executes(path, executions):
     _, error = executions[path.stem].result()
     assert not error, error[-3000:]
+
+
+@pytest.mark.parametrize("path", DEEPER, ids=lambda path: path.stem)
+def test_what_a_page_calls_is_there_and_takes_these_arguments(path):
+    """Of the notebooks that a short run does not execute, only their cell of imports."""
+    first, *others = code_cells(path)
+    page = {}
+    exec(first.source, page)
+    for cell in others:
+        for call in filter(lambda node: isinstance(node, ast.Call), ast.walk(ast.parse(cell.source))):
+            name, *attributes = ast.unparse(call.func).split(".")
+            if name not in page or not all(map(str.isidentifier, attributes)):
+                continue  # Python's own, or defined in a cell
+            function = functools.reduce(getattr, attributes, page[name])
+            names = {keyword.arg: None for keyword in call.keywords}
+            are_listed = None not in names and not any(isinstance(argument, ast.Starred) for argument in call.args)
+            if inspect.isfunction(function) and are_listed:
+                inspect.signature(function).bind(*call.args, **names)
 
 
 @each_notebook
@@ -297,6 +330,7 @@ def printed(stem, executions):
     return "".join(o.get("text", "") for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
 
 
+@pytest.mark.long
 def test_a_warp_goes_on_while_an_mma_runs(executions):
     """The machine code of fwd_5 has exponentials between independent products, and 02d does not deny it."""
     text = printed("02x_deeper", executions)
@@ -409,6 +443,7 @@ def test_the_whole_forward_of_03a_is_compiled_as_it_stands_on_the_page():
     assert "wgmma" in found["ptx"] and "refused" not in found
 
 
+@pytest.mark.long
 def test_02x_says_what_the_compiler_makes_of_cooperative_groups(executions):
     text = printed("02x_deeper", executions)
     if "CUDA's headers are not here" in text:
@@ -426,6 +461,7 @@ def test_00_is_a_classifier_and_03b_asks_the_checker(executions):
     assert found[1:] == [(call, "torch") for call in ("a mask, and is_causal", "float64", "head_dim 512")]
 
 
+@pytest.mark.long
 def test_03x_says_what_compilers_make_of_roles_and_of_the_formula(executions):
     text = printed("03x_deeper", executions)
     assert re.findall(r"begins at row i \+ (\d+)", text) == ["64", "128"]

@@ -10,7 +10,7 @@ import torch
 
 from reference import cases, error
 from steps import catalogue, engine
-from steps.course.workbook import check, differences, exercises, first_difference, jobs, one_rung, runner
+from steps.course.workbook import check, differences, exercises, first_difference, jobs, one_rung
 from steps.course.workbook.outcome import LONGEST, in_full_once, why
 from support.answers import edited
 
@@ -23,12 +23,6 @@ emulated = pytest.mark.skipif(not shutil.which("g++"), reason="the emulation nee
 def my(tmp_path, monkeypatch):
     """An empty folder in place of my/."""
     monkeypatch.setattr(exercises, "MY", tmp_path / "my")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_server():
-    yield
-    runner.stop()
 
 
 def report_on(id, *edits):

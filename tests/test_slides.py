@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-pytest.importorskip("nbconvert", reason="nbconvert is not installed")
+pytestmark = pytest.mark.skipif(not find_spec("nbconvert"), reason="nbconvert is not installed")
 
 ROOT = Path(__file__).parents[1]
 MAKE = shutil.which("make")

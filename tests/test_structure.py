@@ -1,6 +1,7 @@
 """Who may import whom: what keeps a stage readable by itself and its kernel files usable without the course."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
@@ -31,7 +32,7 @@ BELOW = {
     "contract": {"cached", "checks", "engine", "operators"},
     "stages": {"checks", "contract", "engine"},
     "catalogue": {"engine", "stages"},
-    "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},  # also steps/workbook.py
+    "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},  # also steps/course/workbook.py
     "bench": {"places", "checks", "contract", "engine", "stages", "catalogue"},
     "figures": {"places", "checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
     "demo": {"places", "contract", "engine", "stages", "catalogue", "bench", "figures"},
@@ -84,7 +85,10 @@ def imported(path):
     return found - {module_name(path)}
 
 
-IMPORTS = {name: imported(path) for name, path in MODULES.items()}
+@functools.cache
+def imports():
+    """{module: the modules of the course that it imports}"""
+    return {name: imported(path) for name, path in MODULES.items()}
 
 
 def part(module):
@@ -98,13 +102,13 @@ def part(module):
 
 
 def test_the_reference_imports_nothing_of_steps():
-    for module, others in IMPORTS.items():
+    for module, others in imports().items():
         if module.split(".")[0] == "reference":
             assert not [other for other in others if other.split(".")[0] == "steps"], module
 
 
 def test_the_parts_of_steps_import_downwards_only():
-    for module, others in IMPORTS.items():
+    for module, others in imports().items():
         above = part(module)
         if above is not None:
             below = {part(other) for other in others} - {None, above}
@@ -112,7 +116,7 @@ def test_the_parts_of_steps_import_downwards_only():
 
 
 def test_no_stage_imports_the_reference():
-    for module, others in IMPORTS.items():
+    for module, others in imports().items():
         if part(module) == "stages":
             assert not [other for other in others if other.split(".")[0] == "reference"], module
 
@@ -121,7 +125,7 @@ def test_no_stage_imports_the_reference():
 def test_no_stage_imports_another(stage):
     for path in python_files(stage):
         module = module_name(path)
-        others = {other.split(".")[1] for other in IMPORTS[module] if part(other) == "stages"} - {stage.name}
+        others = {other.split(".")[1] for other in imports()[module] if part(other) == "stages"} - {stage.name}
         assert others <= OTHER_STAGES.get(module, set()), path
 
 
@@ -130,7 +134,7 @@ def test_kernel_files_import_nothing_of_the_course(stage):
     for path in python_files(stage):
         if path.name not in TIES[stage.name]:
             module = module_name(path)
-            foreign = [other for other in IMPORTS[module] if not other.startswith(f"steps.{stage.name}")]
+            foreign = [other for other in imports()[module] if not other.startswith(f"steps.{stage.name}")]
             foreign = [other for other in foreign if other.split(".")[1] not in OTHER_STAGES.get(module, set())]
             assert not foreign, path
 
@@ -138,7 +142,7 @@ def test_kernel_files_import_nothing_of_the_course(stage):
 def test_no_modules_import_each_other_in_a_circle():
     """Imports inside of functions count, too: a circle that only they hide is still one for a reader."""
     try:
-        TopologicalSorter(IMPORTS).prepare()
+        TopologicalSorter(imports()).prepare()
     except CycleError as e:
         pytest.fail(" <- ".join(e.args[1]))
 

@@ -16,7 +16,6 @@ from steps.course.workbook import (
     exercises,
     jobs,
     one_rung,
-    runner,
     skeleton,
     slips,
     solution,
@@ -33,12 +32,6 @@ EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise
 def my(tmp_path, monkeypatch):
     """An empty folder in place of my/."""
     monkeypatch.setattr(exercises, "MY", tmp_path / "my")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_server():
-    yield
-    runner.stop()
 
 
 @pytest.mark.parametrize("id", EXERCISES)

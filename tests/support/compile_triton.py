@@ -9,7 +9,6 @@ whether ptxas serialises wgmma instructions, and how often some instructions sta
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -25,6 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
+
+from steps.step02_fa2_cuda import cache
 
 INSTRUCTIONS = "mma.sync", "wgmma.mma_async", "cp.async.cg", "cp.async.bulk.tensor", "setmaxnreg", "fma.rn.f32"
 INSTRUCTIONS += ("bar.sync",)
@@ -46,13 +47,20 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
-@functools.cache
 def assemble(ptx, capability):
-    """What ptxas says about a kernel: its use of registers, and its warnings. Triton's own log says the same."""
+    """What ptxas says about a kernel: its use of registers, and its warnings. Triton's own log says the same.
+
+    It is kept from run to run, as Triton keeps the kernel, because ptxas takes longer than all else.
+    """
     ptxas = get_ptxas(capability)  # Triton has an older and a newer one
     target = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     command = [ptxas.path, "-v", f"--gpu-name={target}", "-o", "/dev/null", "/dev/stdin"]
-    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+
+    def make(path):
+        said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True)
+        path.write_text(said.stderr)
+
+    return cache.get((ptxas.version, target, ptx), ".log", make).read_text()
 
 
 def spilled_in_a_step(cubin):
