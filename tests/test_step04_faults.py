@@ -29,9 +29,10 @@ from typer.testing import CliRunner
 
 import steps.step04_ring as step04
 from steps import engine, step00_naive
-from steps.step04_ring import Layout, demo, environment, launch, watch
-from steps.step04_ring.comm import Comm
-from steps.step04_ring.side import Side
+from steps.step04_ring import Layout, demo, launch
+from steps.step04_ring.ranks import environment, watch
+from steps.step04_ring.ranks.comm import Comm
+from steps.step04_ring.ranks.side import Side
 from support import faulty_rank
 
 ROOT = Path(__file__).parents[1]

@@ -23,9 +23,10 @@ import steps.step04_ring as step04
 from reference import error
 from steps import engine, step03_triton
 from steps.step03_triton import public
-from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies, watch
-from steps.step04_ring.comm import Comm
+from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies
 from steps.step04_ring.layout import LAYOUTS
+from steps.step04_ring.ranks import watch
+from steps.step04_ring.ranks.comm import Comm
 from steps.step04_ring.strategies import account, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.operands import PLACES as OTHER_PLACES

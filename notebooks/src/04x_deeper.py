@@ -272,5 +272,5 @@ figures.what_ranks_say(lambda: four_ranks.run(call, x, x, x))
 figures.what_ranks_say(lambda: launch.Ranks(2).run(partial(forward, S=9), x, x, x))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Try it.** ★ (15 minutes) Let rank 1 sleep instead: `steps/step04_ring/watch.py` says how a rank that is slow is told
+# **Try it.** ★ (15 minutes) Let rank 1 sleep instead: `steps/step04_ring/ranks/watch.py` says how a rank that is slow is told
 # from one that hangs.

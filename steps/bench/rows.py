@@ -213,7 +213,7 @@ def read_record(kind, gpu="NVIDIA H200", folder=COMMITTED):
 # --- what is stale ------------------------------------------------------------------------------------------
 
 # A ring is handed these: its exchanges, its stream for copies, and the block.
-ALSO = {("04_ring", "ring"): ("block", "comm", "side")}
+ALSO = {("04_ring", "ring"): ("block", "ranks/comm", "ranks/side")}
 # These are not followed. They start ranks, compare their calls (of comm.py and entry.py a strategy uses no more), watch
 # them and count what they cost; and ring.py imports relay.py for calls that name no transport, but a row names it:
 # "ring+relay" or "ring+fetch".

@@ -21,7 +21,8 @@ import typer
 
 from steps import engine
 from steps.step00_naive import bwd_3_tiled, fwd_3_tiled
-from steps.step04_ring import SUPPORTS, Layout, environment, forward, launch, ring_attention, strategies
+from steps.step04_ring import SUPPORTS, Layout, forward, launch, ring_attention, strategies
+from steps.step04_ring.ranks import environment
 from steps.step04_ring.strategies import account
 
 INTERPRETED = 256  # so many positions in 16 bits Triton's interpreter computes within some seconds

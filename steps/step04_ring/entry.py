@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from steps import checks, contract, engine
 
-from . import ring, side, watch
-from .agree import agree, agree_again
+from . import ring
 from .block import default_block
-from .comm import Comm
 from .fetch import Fetch
 from .layout import LAYOUTS, Layout
+from .ranks import side, watch
+from .ranks.agree import agree, agree_again
+from .ranks.comm import Comm
 from .relay import Relay
 
 SUPPORTS = {

@@ -7,7 +7,7 @@
 The idea: only neighbours talk, so that it works wherever messages can be sent: gloo, NCCL, several hosts. The backward
 begins with the K and V of rank + 1 and runs in the opposite direction. The sums of dK and dV therefore arrive at their
 own rank during the last block, where zhuzilin's ring waits for one more hop. They travel in float32: rounded to
-bfloat16 at every hop, their error would grow with the number of ranks. Needs comm.py, layout.py and merge.py.
+bfloat16 at every hop, their error would grow with the number of ranks. Needs layout.py, merge.py and ranks/comm.py.
 """
 
 import math

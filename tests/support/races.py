@@ -14,7 +14,7 @@ from collections import defaultdict
 import torch
 
 from steps.step04_ring import fetch, ring
-from steps.step04_ring.side import Side
+from steps.step04_ring.ranks.side import Side
 
 
 class Log:

@@ -19,9 +19,9 @@ from importlib import import_module
 
 from steps import checks
 from steps.contract import no_autocast
-from steps.step04_ring.agree import agree
-from steps.step04_ring.comm import Comm
 from steps.step04_ring.entry import SUPPORTS
+from steps.step04_ring.ranks.agree import agree
+from steps.step04_ring.ranks.comm import Comm
 
 LESSONS = {
     "query_parallel": "lesson_3_query_parallel", "star": "lesson_4_star", "ulysses": "lesson_5_ulysses",

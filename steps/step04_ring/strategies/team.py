@@ -6,7 +6,7 @@
 
 Both take shards that differ in length by one or two. Without a process group the team has one rank. All ranks must make
 the same call, as in the ring; agree.py compares them. Left out: a name for the culprit when a rank fails after that,
-which is the work of the stage's own ring. Needs agree.py, comm.py, layout.py and block.py.
+which is the work of the stage's own ring. Needs block.py, layout.py, ranks/agree.py and ranks/comm.py.
 """
 
 import operator
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from steps.step04_ring import agree, watch
 from steps.step04_ring.block import default_block
-from steps.step04_ring.comm import Comm
 from steps.step04_ring.entry import check_length
 from steps.step04_ring.layout import Layout
+from steps.step04_ring.ranks import agree, watch
+from steps.step04_ring.ranks.comm import Comm
 
 
 class Team:
