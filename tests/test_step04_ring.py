@@ -32,6 +32,7 @@ from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.step04_ring.ranks import comm, side, watch
 from steps.step04_ring.ranks.agree import go_round
+from steps.step04_ring.ranks.note import Note
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
 from steps.workbook.edges import MERGES
 from support import races
@@ -473,7 +474,7 @@ def test_in_a_graph_the_first_block_waits_for_the_first_barrier(monkeypatch):
 @in_every_rank
 def test_a_relay_notes_when_the_device_has_passed_each_hop(monkeypatch):
     notes, x = [], torch.ones(1, 1, 4, 8, device=engine.device)
-    monkeypatch.setattr(watch.Note, "passed", lambda note: notes.append(note.now))
+    monkeypatch.setattr(Note, "passed", lambda note: notes.append(note.now))
     step04.forward(x, x, x, S=16, transport="relay", block=PlainBlock)
     assert len(notes) == 1 + 3  # The first note is of the call's beginning.
 

@@ -25,7 +25,7 @@ from steps import engine, step03_triton
 from steps.step03_triton import public
 from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies
 from steps.step04_ring.layout import LAYOUTS
-from steps.step04_ring.ranks import watch
+from steps.step04_ring.ranks.board import Board
 from steps.step04_ring.ranks.comm import Comm
 from steps.step04_ring.strategies import account, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
@@ -471,14 +471,14 @@ def test_ranks_that_disagree_all_raise(way, S):
 @in_every_rank
 def test_over_nccl_the_devices_compare_calls_that_were_agreed_on(strategy, monkeypatch):
     """Here over gloo, but as over NCCL. As text they were compared twice."""
-    init, exchange, texts = Comm.__init__, watch.exchange, []
+    init, exchange, texts = Comm.__init__, Board.exchange, []
 
     def as_over_nccl(self, group=None):
         init(self, group)
         self.through_host = False
 
     monkeypatch.setattr(Comm, "__init__", as_over_nccl)
-    monkeypatch.setattr(watch, "exchange", lambda *args, **options: texts.append(args) or exchange(*args, **options))
+    monkeypatch.setattr(Board, "exchange", lambda *args, **options: texts.append(args) or exchange(*args, **options))
     options = dict(strategy=strategy, S=20, block=PlainBlock, group=group_of((3, 0, 1, 2)))
     for layout in 2 * ("zigzag", "contiguous"):
         strategies.attention(*inputs(5)[:3], layout=layout, **options)

@@ -49,6 +49,7 @@ SHARED_NAMES = {
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
     "operators": "what torch.compile sees of a stage",
     "ring": "stage 04's loop, and what measures it",
+    "verdict": "what is wrong, and whose fault it is: of a function, and of ranks that wait",
 }
 
 

@@ -18,7 +18,7 @@ from . import ring
 from .block import default_block
 from .fetch import Fetch
 from .layout import LAYOUTS, Layout
-from .ranks import side, watch
+from .ranks import side
 from .ranks.agree import agree, agree_again
 from .ranks.comm import Comm
 from .relay import Relay
@@ -141,7 +141,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        agree_again(ctx.plan["comm"], watch.BACKWARD)
+        agree_again(ctx.plan["comm"])
         with ctx.plan["comm"].together(), torch.no_grad(), contract.no_autocast(dout):
             dq, dk, dv = _backward(dout, *ctx.saved_tensors, ctx.plan)
         return dq, dk.reshape(ctx.shape), dv.reshape(ctx.shape), None

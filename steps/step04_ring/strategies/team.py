@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from steps.step04_ring.block import default_block
 from steps.step04_ring.entry import check_length
 from steps.step04_ring.layout import Layout
-from steps.step04_ring.ranks import agree, watch
+from steps.step04_ring.ranks import agree
 from steps.step04_ring.ranks.comm import Comm
+from steps.step04_ring.ranks.verdict import BACKWARD
 
 
 class Team:
@@ -59,7 +60,7 @@ class Team:
 
     def agree_on_backward(self, device):
         """Compares the call again, now that autograd makes the rest of it."""
-        self._agree(self.comm.arguments | {"function": watch.BACKWARD}, 0, device)
+        self._agree(self.comm.arguments | {"function": BACKWARD}, 0, device)
 
     def _agree(self, call, n, device, **how):
         """Each rank's n. Over NCCL None for a call that was agreed on before, which the devices compare."""
