@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import cases, error
 from steps import engine
-from steps.step04_ring import Layout, block, demo, entry, launch, merge_kernels, strategies
+from steps.step04_ring import Layout, block, demo, entry, launch, merge_kernels, plan, strategies
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.step04_ring.ranks import comm, side, watch
@@ -395,8 +395,8 @@ def test_stage_02_s_backward_on_slices(first, n):
 def asked_for(monkeypatch, **options):
     """What default_block is told of the GPU in a forward: [alone]."""
     told, x = [], torch.zeros(1, 1, 4, 8, device=engine.device)
-    monkeypatch.setattr(entry, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
-    monkeypatch.setattr(entry, "_kept", {})
+    monkeypatch.setattr(plan, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
+    monkeypatch.setattr(entry, "_cached", {})
     step04.forward(x, x, x, **options)
     return told
 

@@ -17,7 +17,9 @@ TIES = {
     "step01_fa1_numba": {"__init__.py"},
     "step02_fa2_cuda": {"__init__.py"},
     "step03_triton": {"__init__.py", "sdpa.py", "public.py"},
-    "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py", "account.py", "block.py", "in_your_model.py"},
+    "step04_ring": {
+        "__init__.py", "entry.py", "autograd.py", "launch.py", "demo.py", "account.py", "block.py", "in_your_model.py",
+    },
 }
 # What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
 # as OTHER_STAGES says. A check of an exercise runs in a copy of steps/ without bench, demo and figures, so the
@@ -48,6 +50,7 @@ SHARED_NAMES = {
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
     "operators": "what torch.compile sees of a stage",
+    "plan": "what a call does, decided once for its shapes and options",
     "ring": "stage 04's loop, and what measures it",
     "verdict": "what is wrong, and whose fault it is: of a function, and of ranks that wait",
 }

@@ -16,10 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from steps.step04_ring.block import default_block
-from steps.step04_ring.entry import check_length
 from steps.step04_ring.layout import Layout
 from steps.step04_ring.ranks import agree
-from steps.step04_ring.ranks.comm import Comm
+from steps.step04_ring.ranks.comm import comm_of
 from steps.step04_ring.ranks.verdict import BACKWARD
 
 
@@ -37,7 +36,7 @@ class Team:
         self, q, k, *, strategy="", causal=False, layout="zigzag", S=None, group=None, block=None, problem=None,
         replicated=False, **others
     ):  # fmt: skip
-        self.comm = Comm(group)
+        self.comm = comm_of(group)
         self.group, self.rank, self.size = group, self.comm.rank, self.comm.size
         packed, n = others.get("cu_seqlens"), k.shape[-2]
         shapes = {"q": q.shape[-2] if replicated else "n", "k": "n"}  # n may differ from rank to rank
@@ -48,12 +47,12 @@ class Team:
             if packed is not None:
                 call["cu_seqlens"] = integers("cu_seqlens", packed)
             if S is not None:
-                check_length(self.comm, Layout(layout, S, self.size), n)
+                Layout(layout, S, self.size).check(self.rank, n)
         except (TypeError, ValueError) as error:
             problem = problem or error
         sizes = self._agree(call, n, k.device, always=S is None, problem=problem)
         self.layout = Layout(layout, sum(sizes) if S is None else S, self.size, causal)
-        check_length(self.comm, self.layout, n, sizes)
+        self.layout.check(self.rank, n, sizes)
         if block is None and packed is not None:
             from steps import step03_triton as block  # imported only here, because it takes Triton
         self.block = block or default_block(q)
