@@ -217,7 +217,7 @@ ALSO = {("04_ring", "ring"): ("block", "ranks/comm", "ranks/side")}
 # These are not followed. They start ranks, compare their calls (of comm.py and entry.py a strategy uses no more), watch
 # them and count what they cost; and ring.py imports relay.py for calls that name no transport, but a row names it:
 # "ring+relay" or "ring+fetch".
-NOT_FOLLOWED = ("account.py", "agree.py", "comm.py", "entry.py", "launch.py", "watch.py", "relay.py")
+NOT_FOLLOWED = ("account.py", "one_device.py", "agree.py", "comm.py", "entry.py", "launch.py", "watch.py", "relay.py")
 _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 # A string or character literal, which is kept because it may contain // or /*; or a comment, which is dropped.
 _CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
