@@ -28,7 +28,7 @@ The backward starts with the K and V that the forward ended with and ends with t
 
 P = exp(S - lse) with the lse of the whole row is right in any block, and so is delta = rowsum(dO * O) with the whole
 row's O. The sums out, lse, dq, dK and dV are float32. A block that computes in bfloat16 returns its part of out and of
-the gradients rounded. Needs merge.py; a transport (relay.py or fetch.py); and a block, any object with two functions:
+the gradients rounded. Needs merge.py, a transport such as relay.py, and a block, any object with the two functions
 
     forward(q, k, v, *, causal, scale) -> (out, lse)
     backward(dout, q, k, v, out, lse, *, causal, scale) -> (dq, dk, dv)
