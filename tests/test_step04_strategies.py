@@ -174,7 +174,7 @@ PACKED = (  # beginnings and the end, for S = 48: shards of 6 and 6, or of 12
 
 @pytest.mark.parametrize(
     "layout, causal",
-    [("zigzag", True), ("contiguous", False), pytest.param("zigzag", False, marks=pytest.mark.long)],
+    [("zigzag", True), *(pytest.param(one, False, marks=pytest.mark.long) for one in ("contiguous", "zigzag"))],
 )
 @in_every_rank
 def test_query_parallel_takes_packed_sequences(layout, causal):
@@ -308,22 +308,25 @@ def test_autocast_changes_nothing(way):
     assert all(map(torch.equal, got.values(), want.values()))
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", WAYS)
 @in_every_rank
-def test_a_call_leaves_nothing_for_the_next_one(way):
-    """The same call gives the same after another one; and no call, also a failing one, leaves a switch turned."""
-    rank = dist.get_rank()
-    before = itertools.cycle([(0,), (1, 29), (1,), (1, 3)])  # the calls before: one of them for each layout and S
-    for layout, S in itertools.product(layouts_of(way), (18, None)):
+def test_a_call_leaves_nothing_for_the_next_one(way, every):
+    """The same call gives the same after another one; and no call, also a failing one, leaves a switch turned.
+
+    every: after each of the other calls, with S and without; otherwise a layout has one of them, and one S.
+    """
+    rank, others = dist.get_rank(), [(1, 29), (1,), (1, 3), (0,)]
+    some = zip(layouts_of(way), (18, None, 18), others, strict=False)
+    for layout, S, between in itertools.product(layouts_of(way), (18, None), others) if every else some:
 
         def call(seed, length=18, layout=layout, S=S):
             whole = Layout(layout, length, 4)
             tensors = [whole.shard(x, rank) + seed for x in inputs(length)]
             return list(results(way, *tensors, causal=True, layout=layout, S=S and length).values())
 
-        first = call(0)
-        assert not torch.equal(first[0], call(1)[0])
-        call(*(between := next(before)))
+        first, other = call(0), call(*between)
+        assert between == (0,) or not torch.equal(first[0], other[0])
         assert all(map(torch.equal, call(0), first)), (layout, S, between)
 
     def raises(*tensors, **options):
