@@ -28,6 +28,7 @@ from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.ranks.board import Board
 from steps.step04_ring.ranks.comm import Comm
 from steps.step04_ring.strategies import account, lesson_1_hop, lesson_2_overlap, lesson_4_star
+from steps.step04_ring.strategies.cuts import cut
 from steps.step04_ring.strategies.one_device import differences, passes
 from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.counted import Counted, Idle
@@ -195,6 +196,20 @@ def test_query_parallel_takes_packed_sequences(layout, causal):
         options = dict(causal=causal, scale=scale, layout=layout, S=48, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
         got = results("query_parallel", *mine, block=None, **options)
         check(got, SimpleNamespace(value=value, tolerance=tolerance), whole, rank, cu)
+
+
+def test_what_a_run_of_queries_needs_of_packed_sequences():
+    """Of the queries 7 to 10, and of all in the second half, whose last rows belong to no sequence."""
+    for run, causal, keys, q, k in (
+        (range(7, 11), True, slice(5, 11), [0, 0, 2, 4], [0, 0, 4, 6]),
+        (range(7, 11), False, slice(5, 16), [0, 0, 2, 4], [0, 0, 4, 11]),
+        (range(9, 20), True, slice(9, 20), [0, 0, 0, 7], [0, 0, 0, 7]),
+        (range(9, 20), False, slice(9, 16), [0, 0, 0, 7], [0, 0, 0, 7]),
+    ):
+        found, options = cut((0, 5, 9, 16), run, 20, causal, "cpu")
+        longest = {"max_seqlen_q": max(map(int.__sub__, q[1:], q)), "max_seqlen_k": max(map(int.__sub__, k[1:], k))}
+        got = {name: x.tolist() if torch.is_tensor(x) else x for name, x in options.items()}
+        assert found == keys and got == {"cu_seqlens_q": q, "cu_seqlens_k": k, **longest}, (run, causal)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
