@@ -158,7 +158,7 @@ lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))
 
 report: setup ## the pages' tables, figures and solutions, from the measured rows and the stages
-	$(call run,$(PY) -m steps.bench.report && $(PY) -m steps.figures.plots && $(PY) -m steps.demo.readme --tables && PYTHONPATH=. $(PY) notebooks/site/record.py && $(PY) -m steps.demo.training --draw && $(PY) -m steps.workbook.solutions)
+	$(call run,$(PY) -m steps.course.bench.report && $(PY) -m steps.course.figures.plots && $(PY) -m steps.course.demo.readme --tables && PYTHONPATH=. $(PY) notebooks/site/record.py && $(PY) -m steps.course.demo.training --draw && $(PY) -m steps.course.workbook.solutions)
 
 gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
 	$(call run,PYTHONPATH=tests $(PY) -m tests.test_gpu_check $(JOBS) $(ARGS))

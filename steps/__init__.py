@@ -5,8 +5,7 @@
     engine.py                      decides whether the kernels run on a GPU or on the CPU
     catalogue.py                   which stages there are, and which of them can run here
     places.py                      whether this is a clone or an installed package, and where my/ is
-    demo, workbook, verify, bench  the demo; exercises and hints; the contract on your own attention; all measurements
-    figures                        what the notebooks draw
+    course                         what looks at the stages: exercises, demo, measurements, pictures; `verify` for yours
 
 Numba and Triton read the choice of the engine while they are imported. Therefore importing anything of this package
 first imports `engine`.

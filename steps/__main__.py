@@ -77,8 +77,8 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
 ):
     """Every stage on a trained model's attention, forward and backward, compared with the float64 reference."""
-    from steps.demo import compare
-    from steps.demo.model import LARGE, SMALL
+    from steps.course.demo import compare
+    from steps.course.demo.model import LARGE, SMALL
 
     numbers = chosen(stage)
     require_engine()
@@ -186,8 +186,8 @@ Level = Annotated[int, typer.Argument(help="1 a question, 2 the formula, 3 pseud
 @app.command()
 def check(what: Several):
     """Runs what you have written in my/ inside the stage. The first call writes the files to fill in."""
-    from steps import workbook
-    from steps.workbook import exercises
+    from steps.course import workbook
+    from steps.course.workbook import exercises
 
     ids = [task.id for task in exercises.of_stage(what)] or [task(what).id]
     reports = [workbook.check(id) for id in ids]
@@ -207,8 +207,8 @@ def hint(
     code: Annotated[bool, typer.Option("--code", help="Of a hunt: the complaint and the whole broken kernel.")] = False,
 ):
     """A hint for an exercise, or the broken kernel of a hunt."""
-    from steps import workbook
-    from steps.workbook.exercises import Hunt
+    from steps.course import workbook
+    from steps.course.workbook.exercises import Hunt
 
     if code:
         if not isinstance(hunt := task(id), Hunt):
@@ -224,7 +224,7 @@ def hint(
 @app.command()
 def solution(id: Task):
     """The stage's own function."""
-    from steps import workbook
+    from steps.course import workbook
 
     console.print(workbook.solution(task(id).id), markup=False, highlight=False, soft_wrap=True)
 
@@ -246,7 +246,7 @@ def grade(
     own my/. "passed 190/191" is an exercise that its check passes, but that fails one of the contract's 191 tests. This
     runs what students wrote: notebooks/TEACHING.md has the line that does it in a container.
     """
-    from steps.workbook import exercises, grading
+    from steps.course.workbook import exercises, grading
 
     places.require_clone("grade, which runs the tests of a stage,")
     tasks = [task for number in chosen(stage) for task in exercises.of_stage(number)]
@@ -278,7 +278,7 @@ def grade(
 
 def task(id):
     """The exercise or hunt; ends the program for one that does not exist."""
-    from steps.workbook import exercises
+    from steps.course.workbook import exercises
 
     try:
         return exercises.find(id)
@@ -349,15 +349,15 @@ def bench(
     the packages flash-attn-4 and fa3-fwd are installed.
 
     With --sustained there are clock and power beside the speed, of the best rung of stage 02, or of --stage and
-    --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.
+    --kernel, and of the fastest peers. `python -m steps.course.bench --help` is for maintainers.
     """
     import torch
 
-    from steps.bench import __main__ as measuring
-    from steps.bench import cost, rows
-    from steps.bench import grid as grids
-    from steps.bench.peers import PEERS
-    from steps.workbook import one_rung
+    from steps.course.bench import __main__ as measuring
+    from steps.course.bench import cost, rows
+    from steps.course.bench import grid as grids
+    from steps.course.bench.peers import PEERS
+    from steps.course.workbook import one_rung
 
     check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "dtype": (dtype or (), cost.BYTES)})
     numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
@@ -397,7 +397,7 @@ def bench(
 def check_kernel(number, rung):
     """Compares a rung with the reference on a few cases; ends the program if it is wrong."""
     from reference import cases, error
-    from steps.workbook import one_rung
+    from steps.course.workbook import one_rung
 
     module, wrong = catalogue.stage(number), False
     supports = one_rung.supports_of(module, rung)
@@ -420,7 +420,7 @@ def show_engine():
     """What runs the kernels here, stage by stage, and the versions behind it: the facts for a report of a fault."""
     import torch
 
-    from steps.demo.compare import ENGINES
+    from steps.course.demo.compare import ENGINES
 
     asked = os.environ.get("STEPS_ENGINE")
     chosen_by = f"STEPS_ENGINE={asked}" if asked else "itself; STEPS_ENGINE=cpu or STEPS_ENGINE=cuda overrides it"
@@ -497,8 +497,8 @@ def verify(
     """
     import torch
 
-    from steps.verify import adapters, anybody, verdict
-    from steps.workbook.outcome import case_lines
+    from steps.course.verify import adapters, anybody, verdict
+    from steps.course.workbook.outcome import case_lines
 
     say(engine.describe())
     dtypes = [getattr(torch, name, None) for name in dtype or ["float32"]]

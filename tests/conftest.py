@@ -15,9 +15,9 @@ import torch
 import steps  # noqa: F401  This import decides the engine, before anything imports Numba or Triton.
 from reference import cases
 from steps import engine
-from steps.workbook.answer import Problem
-from steps.workbook.mine import Mine
-from steps.workbook.one_rung import supports_of
+from steps.course.workbook.answer import Problem
+from steps.course.workbook.mine import Mine
+from steps.course.workbook.one_rung import supports_of
 from support import kept_calls
 from support.contract_suite import BAD_INPUT, lacking
 

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from reference import attention
 from steps import __main__, catalogue, engine
-from steps.bench import __main__ as measuring
-from steps.bench import ablations, cost, grid, peers, profile, report, rows, timing, tune
-from steps.bench.cost import Point
+from steps.course.bench import __main__ as measuring
+from steps.course.bench import ablations, cost, grid, peers, profile, report, rows, timing, tune
+from steps.course.bench.cost import Point
 from steps.step02_fa2_cuda import calls, emulator, ladder
 from support.made_rows import LOAD, of_02, peer_row, row
 
@@ -286,7 +286,8 @@ def test_rows_of_two_settings_stay_apart(name):
 
 def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has_changed(monkeypatch):
     """That hashes are of the right files, code and launches, the pages show: a committed row would be stale."""
-    assert rows.cuda_code("int f(int x) { /* why\n * or how */ return x; }") == "intf(intx){returnx;}"
+    text = '#include "a.cuh"\nint f(int x) { /* why\n * or how */ return x; }'
+    assert rows.cuda_code(text) == ["intf(intx){returnx;}"]
     ((*_, macros),) = rows.launches(of_02("fwd_8_hopper:PERSISTENT=0"))["fwd_8_hopper"]
     small, large = (rows.launches(of_02("bwd_1_fa2", D=128, gpu=gpu)) for gpu in ("Tesla T4", "not listed"))
     assert macros["PERSISTENT"] == 0 and small != large
@@ -299,6 +300,9 @@ def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has
     monkeypatch.setattr(rows.works, "order_of_tiles", lambda _: (1, False))
     after = [rows.row_hash(one) for one in (ordered, full)]
     assert before[0] != after[0] and before[1] == after[1], "a mask makes the order of the tiles count"
+    text = 'from .tiles import get\n@jit\ndef f(x):\n    """Why."""\n    return x\n\n\nSIZE = 4  # how many\n'
+    code = ["@jit;deff(x):;»returnx;«", "SIZE=4;"]
+    assert rows.python_code(text) == code, "a moved function keeps its hash: no import, no docstring, no comment counts"
     beside_a_ring = of_02("fwd_9_none", n_gpus=2)  # shown as long as the ring's own code is as it was
     assert rows.fresh([beside_a_ring, row(stage="04_ring", kernel="ring+none", n_gpus=2)]) == [beside_a_ring]
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import steps
 from steps import engine, step00_naive
-from steps.bench import grid, ring, rows, timing
-from steps.bench.cost import Point
-from steps.bench.ring import ANY_ORDER, FETCH, GRAPH, IN_ORDER, LESSONS, ONE, PEERS, RELAY
+from steps.course.bench import grid, ring, rows, timing
+from steps.course.bench.cost import Point
+from steps.course.bench.ring import ANY_ORDER, FETCH, GRAPH, IN_ORDER, LESSONS, ONE, PEERS, RELAY
+from steps.course.workbook.case_on_ranks import PlainBlock
 from steps.step04_ring import launch
 from steps.step04_ring.strategies import team
-from steps.workbook.case_on_ranks import PlainBlock
 from support.made_rows import ORIGIN
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="stands in for GPUs")

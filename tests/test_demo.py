@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from reference import attention, error, mutants
 from steps import __main__, catalogue, engine
-from steps.bench import rows
-from steps.demo import compare, model, training
+from steps.course.bench import rows
+from steps.course.demo import compare, model, training
 
 QUICK = model.Size(N=40, H=2, D=32, steps=20)
 without_a_gpu = pytest.mark.skipif(engine.name != "cpu", reason="there is a GPU in use")
@@ -197,7 +197,7 @@ def test_a_model_learns_the_same_with_every_stage_and_not_with_a_wrong_one():
 
 def test_the_page_says_what_was_recorded():
     made = rows.read_record("training")
-    page = " ".join((rows.ROOT / "steps" / "demo" / "README.md").read_text().split())
+    page = " ".join((rows.ROOT / "steps" / "course" / "demo" / "README.md").read_text().split())
     far = {dtype: training.apart(losses) for dtype, losses in made["losses"].items()}
     single, half = far["float32"], far["bfloat16"]
     most = [max(x for name, x in one.items() if "SDPA" not in name) for one in (single, half)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from steps import engine
+from steps.course.workbook import check, runner
 from steps.step02_fa2_cuda import emulator, nvrtc
-from steps.workbook import check, runner
 from support.answers import edited
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")

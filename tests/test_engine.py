@@ -17,8 +17,8 @@ import torch
 from typer.testing import CliRunner
 
 from steps import __main__, catalogue, engine, step00_naive
-from steps.demo import compare
-from steps.workbook import exercises
+from steps.course.demo import compare
+from steps.course.workbook import exercises
 
 
 @pytest.mark.parametrize(

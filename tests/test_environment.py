@@ -88,7 +88,7 @@ def test_ranges_admit_the_pins():
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_a_clone_has_the_same_bytes_where_git_would_write_crlf(tmp_path):
     """As Git for Windows does by default."""
-    files = "Makefile", ".ci/run", ".gitattributes", "steps/demo/readme.txt", "notebooks/figures/ladder.png"
+    files = "Makefile", ".ci/run", ".gitattributes", "steps/course/demo/readme.txt", "notebooks/figures/ladder.png"
     source = tmp_path / "source"
     for file in files:
         (source / file).parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from reference import attention, cases, error, mutants
-from steps.bench import cost
+from steps.course.bench import cost
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "papers" / "errata.md").read_text()

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import typer
 
-from steps.bench import ablations, report, ring, rows
-from steps.bench.cost import Point
-from steps.bench.ring import FETCH, ONE, PEERS, RELAY
-from steps.figures import (
+from steps.course.bench import ablations, report, ring, rows
+from steps.course.bench.cost import Point
+from steps.course.bench.ring import FETCH, ONE, PEERS, RELAY
+from steps.course.figures import (
     measured,
     n00_naive,
     n01_fa1_numba,
@@ -26,13 +26,13 @@ from steps.figures import (
     plots,
     ring_tables,
 )
-from steps.figures.picture import picture
-from steps.figures.ring_tables import TABLES
+from steps.course.figures.picture import picture
+from steps.course.figures.ring_tables import TABLES
+from steps.course.workbook import edited
 from steps.step00_naive import fwd_3_tiled
 from steps.step01_fa1_numba import fwd_0_published
 from steps.step02_fa2_cuda import emulator
 from steps.step04_ring import Layout, simulate
-from steps.workbook import edited
 from support.made_rows import ORIGIN, ladder_rows, of_02, peer_row, row
 
 LARGE = ring.CASES["32k"][0]
@@ -298,7 +298,7 @@ def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(monkeypatc
 
 
 def test_a_rank_has_one_colour_in_all_figures():
-    """simulate.py may be used without steps/figures, so that it has the colours once more."""
+    """simulate.py may be used without steps/course/figures, so that it has the colours once more."""
     assert simulate.RANK == tuple((colour, plots.ink_on(colour)) for colour in plots.RANK)
 
 
@@ -352,7 +352,8 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
         "bwd_3_hopper", lambda D, N, causal: True,
     ),
     (
-        "steps/bench/results/README.md", "leaves the backward of stage 02 {least:.2f} to {most:.2f} of its speed",
+        "steps/course/bench/results/README.md",
+        "leaves the backward of stage 02 {least:.2f} to {most:.2f} of its speed",
         ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper", lambda D, N, causal: True,
     ),
     ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
@@ -513,7 +514,7 @@ def test_the_ladder_is_drawn_again_when_its_numbers_change(tmp_path, monkeypatch
     monkeypatch.setattr(plots, "PICTURES", {"02_fa2_cuda": "pictures/ladder.png"})
     for speed in (50.0, 60.0):
         for one in ladder_rows(tflops=speed):
-            rows.append(one, tmp_path / "steps/bench/results")
+            rows.append(one, tmp_path / "steps/course/bench/results")
         with pytest.raises(typer.Exit):
             plots.main(check=True, root=tmp_path)
         plots.main(root=tmp_path)

@@ -17,7 +17,7 @@ import pytest
 
 from reference import error, feature_cases
 from steps import catalogue, engine
-from steps.bench import rows
+from steps.course.bench import rows
 from support import sanitized_kernels
 
 STAGE_02 = rows.ROOT / "steps" / "step02_fa2_cuda"

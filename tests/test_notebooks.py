@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from steps import catalogue
-from steps.bench import cost
-from steps.figures import n02a_first_kernels
+from steps.course.bench import cost
+from steps.course.figures import n02a_first_kernels
 from support import preloaded_kernel
 
 jupytext = pytest.importorskip("jupytext", reason="Jupyter is not installed")
@@ -308,7 +308,7 @@ def test_a_warp_goes_on_while_an_mma_runs(executions):
 
 
 def test_03a_counts_all_products_of_the_backward():
-    from steps.workbook import show
+    from steps.course.workbook import show
 
     products = {name: show("bwd_0_fused", name).count("tl.dot(") for name in ("visit_queries", "visit_keys")}
     assert products == {"visit_queries": 4, "visit_keys": 3}
@@ -323,7 +323,7 @@ def seen_by(stem, mistakes, executions):
 
 
 def test_03a_says_which_mistakes_die_and_where(executions):
-    from steps.figures import n03a_triton_kernels as figures
+    from steps.course.figures import n03a_triton_kernels as figures
 
     seen = seen_by("03a_triton_kernels", ["as it is", *figures.MISTAKES], executions)
     assert [mistake for mistake, how in seen.items() if how == "lives"] == ["as it is", "offsets in 32 bits"]
@@ -333,7 +333,7 @@ def test_03a_says_which_mistakes_die_and_where(executions):
 
 
 def test_03b_says_which_result_sees_which_mistake(executions):
-    from steps.figures import n03b_triton_features as figures
+    from steps.course.figures import n03b_triton_features as figures
 
     seen = seen_by("03b_triton_features", figures.MISTAKES, executions)
     assert seen["ALiBi of the key alone"] == "lse" and seen["keys counted from the tile"] == "out, dq, dk, dv"
@@ -343,7 +343,7 @@ def test_03b_says_which_result_sees_which_mistake(executions):
 
 
 def test_03b_says_how_much_faster_a_window_is():
-    from steps.figures import n03b_triton_features as figures
+    from steps.course.figures import n03b_triton_features as figures
 
     rows_of_tiles = range(1, 256 + 1)  # of 64 queries; a window of an eighth is 32 tiles and a part of one
     factor = sum(rows_of_tiles) / sum(min(n, 32 + 1) for n in rows_of_tiles)
@@ -369,7 +369,7 @@ def test_03b_says_how_much_faster_a_window_is():
 
 
 def test_03b_says_how_near_decoding_is_to_cudnn(capsys):
-    from steps.figures import n03b_triton_features as figures
+    from steps.course.figures import n03b_triton_features as figures
 
     figures.decoding()
     ours, cudnn = ([*map(float, line.split()[1:])] for line in capsys.readouterr().out.splitlines()[1:3])
@@ -377,7 +377,7 @@ def test_03b_says_how_near_decoding_is_to_cudnn(capsys):
 
 
 def test_03b_orders_features_by_their_cost():
-    from steps.figures import n03b_triton_features as figures
+    from steps.course.figures import n03b_triton_features as figures
 
     times = figures.milliseconds(128, "fwd")
     order = "dropout", "additive mask", "soft-cap", "ALiBi"
@@ -387,7 +387,7 @@ def test_03b_orders_features_by_their_cost():
 
 @pytest.mark.compile
 def test_03a_says_what_the_compiler_makes_of_one_text_for_two_gpus(capsys):
-    from steps.figures import n03a_triton_kernels as figures
+    from steps.course.figures import n03a_triton_kernels as figures
     from steps.step03_triton import fwd_0_fused
 
     figures.instructions()
@@ -400,7 +400,7 @@ def test_03a_says_what_the_compiler_makes_of_one_text_for_two_gpus(capsys):
 
 @pytest.mark.compile
 def test_the_whole_forward_of_03a_is_compiled_as_it_stands_on_the_page():
-    from steps.figures.triton_compiler import compiled
+    from steps.course.figures.triton_compiler import compiled
 
     (page,) = [c.source for c in script("03a_triton_kernels") if "def attention_kernel" in c.source]
     head = "import torch, triton\nimport triton.language as tl\nfrom steps.step03_triton import fwd_0_fused\n"

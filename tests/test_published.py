@@ -1,4 +1,4 @@
-"""The page steps/verify/README.md: its table is what `verify` finds in these versions of the packages."""
+"""The page steps/course/verify/README.md: its table is what `verify` finds in these versions of the packages."""
 
 from importlib import metadata
 

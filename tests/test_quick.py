@@ -10,8 +10,8 @@ import torch
 
 from reference import cases, mutants
 from steps import engine, step00_naive
-from steps.verify import anybody, verdict
-from steps.workbook import one_rung
+from steps.course.verify import anybody, verdict
+from steps.course.workbook import one_rung
 
 CASES = "ragged_causal", "more_queries_causal", "fewer_queries_causal", "scores_200", "negative_row", "explicit_scale"
 COMMANDS = "check 00.2", "hint 00.2", "solution 00.2", "check 02"

@@ -16,9 +16,9 @@ import torch
 
 from reference import mutants
 from steps import __main__, catalogue
-from steps.bench import report, rows
-from steps.figures import plots
-from steps.workbook import exercises
+from steps.course.bench import report, rows
+from steps.course.figures import plots
+from steps.course.workbook import exercises
 from support.headings import sections
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ NO_TRITON = any(catalogue.unavailable(number) for number in ("03", "04"))
 
 @pytest.mark.skipif(NO_TRITON, reason="the table is made from all five stages")
 def test_the_tables_of_stages_and_rungs_are_what_the_stages_say():
-    from steps.demo import readme
+    from steps.course.demo import readme
 
     for page in readme.TABLES:
         assert readme.render(page) == (ROOT / page).read_text(), page
@@ -44,16 +44,16 @@ def test_the_tables_of_stages_and_rungs_are_what_the_stages_say():
 
 @pytest.mark.skipif(NO_TRITON, reason="the answers are those of all five stages")
 def test_the_page_of_solutions_is_what_the_exercises_and_the_stages_say():
-    from steps.workbook import solutions
+    from steps.course.workbook import solutions
 
     page = solutions.PAGE.read_text()
-    assert page == solutions.page(), "run python -m steps.workbook.solutions"
+    assert page == solutions.page(), "run python -m steps.course.workbook.solutions"
     assert re.findall(r"<summary><b>(\S+)</b>", page) == list(exercises.load())
 
 
 @pytest.mark.skipif(NO_TRITON, reason="the picture is drawn with all five stages")
 def test_a_tiles_number_is_light_on_a_dark_tile_and_dark_on_a_light_one():
-    from steps.demo import readme
+    from steps.course.demo import readme
 
     figure, axis = plt.subplots()
     weights = torch.ones(readme.N, readme.N)  # drawn in black
@@ -105,7 +105,7 @@ def test_no_page_is_without_a_link_that_leads_to_it():
             seen.add(page)
             links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
             found += [target for link in links if (target := page.parent / link).exists()]
-    machines = set(ROOT.glob("steps/bench/results/*.checks.md"))
+    machines = set(ROOT.glob("steps/course/bench/results/*.checks.md"))
     assert set(PAGES) - machines <= seen
 
 
@@ -171,9 +171,9 @@ def test_commands_are_those_of_the_makefile_and_the_command_line():
     assert set(re.findall(r"(?:^\$? ?|`)make ([a-z-]+)", TEXT, re.M)) <= targets
     commands = {c.name or c.callback.__name__ for c in __main__.app.registered_commands}
     assert set(re.findall(r"python -m steps (\w+)", TEXT)) <= commands
-    from steps.bench.__main__ import PLANS
+    from steps.course.bench.__main__ import PLANS
 
-    names = re.search(r"steps.bench (\w+) --record` \(then ([\w,\s]+)\)", RESULTS)
+    names = re.search(r"steps.course.bench (\w+) --record` \(then ([\w,\s]+)\)", RESULTS)
     assert {names[1], *re.split(r",\s", names[2])} == {name for name in PLANS if "-" not in name}
     modules = re.findall(r"python -m ((?:reference|steps|tests)\.[\w.]*\w)", TEXT)
     assert all(importlib.util.find_spec(name) for name in modules)

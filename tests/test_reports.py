@@ -10,8 +10,8 @@ import torch
 
 from reference import cases, error
 from steps import catalogue, engine
-from steps.workbook import check, differences, exercises, first_difference, jobs, one_rung, runner
-from steps.workbook.outcome import LONGEST, in_full_once, why
+from steps.course.workbook import check, differences, exercises, first_difference, jobs, one_rung, runner
+from steps.course.workbook.outcome import LONGEST, in_full_once, why
 from support.answers import edited
 
 TASKS = exercises.load()

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from steps.bench import rows
+from steps.course.bench import rows
 from support.made_rows import of_02, peer_row
 
 ROOT = Path(__file__).parents[1]

@@ -227,7 +227,7 @@ def test_planned_sections_are_in_the_notebooks(sections):
 
 
 def test_homework_is_in_the_workbook():
-    from steps.workbook import exercises
+    from steps.course.workbook import exercises
 
     tasks = exercises.load()
     named = re.findall(ID, PLAN)
@@ -247,7 +247,7 @@ def test_hours_and_points_of_the_homework_are_those_of_the_notebooks_and_of_the_
 
 
 def test_the_profile_says_what_the_answer_says():
-    from steps.bench import report
+    from steps.course.bench import report
 
     lines = {line.split("|")[1].strip(): line for line in report.counters().splitlines()[2:] if line.startswith("|")}
     answer = PLAN[PLAN.index("437 of its") : PLAN.index("Typical wrong answer: too few warps")]

@@ -16,7 +16,7 @@ import torch
 import steps.step01_fa1_numba as step01
 from reference import error
 from steps import engine
-from steps.figures import n01x_deeper
+from steps.course.figures import n01x_deeper
 from steps.step01_fa1_numba import (
     bwd_0_published,
     bwd_2_registers,

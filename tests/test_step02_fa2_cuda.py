@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import checks, engine
-from steps.bench.rows import geometry
+from steps.course.bench.rows import geometry
+from steps.course.workbook import one_rung
 from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, plan, works
-from steps.workbook import one_rung
 from support import schedules
 from support.contract_suite import Contract
 from support.operands import scores_whose_roundings_add_up

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from steps import checks, engine
-from steps.bench.rows import geometry
+from steps.course.bench.rows import geometry
 from steps.step02_fa2_cuda import RUNGS, calls, dealing, emulator, ladder, nvrtc, plan, wgmma, works
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-python")

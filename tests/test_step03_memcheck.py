@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import steps.step03_triton  # noqa: F401  It switches the check on, for its own kernels.
 from steps import engine
-from steps.figures.triton_compiler import compiled
+from steps.course.figures.triton_compiler import compiled
 from steps.step03_triton import fwd_0_fused, interpreter, memcheck
 from steps.step03_triton.memcheck import NoTruthValue, OutOfBounds
 

@@ -14,8 +14,8 @@ import triton.language as tl
 import steps.step03_triton as step03
 from reference import cases, error
 from steps import engine
-from steps.bench import cost
 from steps.checks import check_tile, pick
+from steps.course.bench import cost
 from steps.step03_triton import (
     bwd_0_fused,
     bwd_1_tma,

@@ -27,14 +27,14 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import cases, error
 from steps import engine
+from steps.course.workbook.case_on_ranks import PlainBlock, group_of, outputs
+from steps.course.workbook.edges import MERGES
 from steps.step04_ring import Layout, block, demo, entry, launch, merge_kernels, plan, strategies
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.step04_ring.ranks import comm, side, watch
 from steps.step04_ring.ranks.agree import go_round
 from steps.step04_ring.ranks.note import Note
-from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
-from steps.workbook.edges import MERGES
 from support import races
 from support.contract_suite import Contract
 from support.ranks import (

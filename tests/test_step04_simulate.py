@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from reference import error
 from steps import engine
-from steps.bench import cost, rows
+from steps.course.bench import cost, rows
+from steps.course.workbook.case_on_ranks import PlainBlock
 from steps.step04_ring import Layout, fitted, simulate
 from steps.step04_ring.dry_run import dry_run, sources
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.simulate import PASSES, TRANSPORTS, Machine, Shape, predict, read_flops, read_link, schedule
-from steps.workbook.case_on_ranks import PlainBlock
 
 EACH = list(itertools.product(TRANSPORTS, PASSES))
 FAST = 1e30  # bytes/s of a link that costs nothing

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import steps.step04_ring as step04
 from reference import error
 from steps import engine, step03_triton
+from steps.course.workbook.case_on_ranks import PlainBlock, group_of
 from steps.step03_triton import public
 from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies
 from steps.step04_ring.layout import LAYOUTS
@@ -30,7 +31,6 @@ from steps.step04_ring.ranks.comm import Comm
 from steps.step04_ring.strategies import account, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.step04_ring.strategies.cuts import cut
 from steps.step04_ring.strategies.one_device import differences, passes
-from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.counted import Counted, Idle
 from support.operands import PLACES as OTHER_PLACES
 from support.ranks import (

@@ -23,8 +23,7 @@ TIES = {
     },  # fmt: skip
 }
 # What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
-# as OTHER_STAGES says. A check of an exercise runs in a copy of steps/ without bench, demo and figures, so the
-# workbook must not need them.
+# as OTHER_STAGES says.
 BELOW = {
     "engine": set(),
     "places": set(),
@@ -34,7 +33,7 @@ BELOW = {
     "contract": {"checks", "engine", "operators"},
     "stages": {"checks", "contract", "engine"},
     "catalogue": {"engine", "stages"},
-    "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},
+    "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},  # also steps/workbook.py
     "bench": {"places", "checks", "contract", "engine", "stages", "catalogue"},
     "figures": {"places", "checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
     "demo": {"places", "contract", "engine", "stages", "catalogue", "bench", "figures"},
@@ -54,6 +53,7 @@ SHARED_NAMES = {
     "plan": "what a call does, decided once for its shapes and options",
     "ring": "stage 04's loop, and what measures it",
     "verdict": "what is wrong, and whose fault it is: of a function, and of ranks that wait",
+    "workbook": "the exercises, and the place from which sheets of an earlier version import them",
 }
 
 
@@ -97,6 +97,8 @@ def part(module):
     words = module.split(".")
     if words[0] != "steps" or len(words) == 1:
         return None
+    if words[1] == "course":
+        return words[2] if len(words) > 2 else None
     return "stages" if words[1].startswith("step0") else words[1]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reference import error, feature_cases
 from steps import catalogue, checks, engine
-from steps.workbook import one_rung
+from steps.course.workbook import one_rung
 
 if catalogue.unavailable("03") is None:
     from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.

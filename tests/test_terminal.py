@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from reference import mutants
 from steps import __main__
-from steps.demo import compare
-from steps.workbook import exercises, grading
+from steps.course.demo import compare
+from steps.course.workbook import exercises, grading
 
 ERRORS = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1.5e-07)
 ROW = {  # of a GPU, because that table is the widest
@@ -54,7 +54,7 @@ def test_nothing_is_left_out_where_the_terminal_is_narrow(command, quick, monkey
 UNKNOWN = """
 import sys, typer
 from steps import __main__
-from steps.bench import __main__ as measuring
+from steps.course.bench import __main__ as measuring
 __main__.app(["hint", "02.bug1", "--code"], standalone_mode=False)
 __main__.show_table(__main__.results([]))
 sys.argv[1:] = ["--help"]

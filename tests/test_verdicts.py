@@ -9,7 +9,7 @@ import pytest
 
 from reference import error, mutants
 from steps import catalogue
-from steps.workbook import (
+from steps.course.workbook import (
     answer,
     check,
     edges,
@@ -21,8 +21,8 @@ from steps.workbook import (
     slips,
     solution,
 )
-from steps.workbook.answer import Answer
-from steps.workbook.exercises import Exercise, Hunt, Puzzle
+from steps.course.workbook.answer import Answer
+from steps.course.workbook.exercises import Exercise, Hunt, Puzzle
 from support.answers import runnable
 
 TASKS = exercises.load()

@@ -24,8 +24,8 @@ from reference import cases, mutants
 from steps import __main__, engine
 from steps import step00_naive as step00
 from steps.__main__ import app
-from steps.verify import anybody, verdict
-from steps.workbook.capstone import step_3
+from steps.course.verify import anybody, verdict
+from steps.course.workbook.capstone import step_3
 
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
 here = sys.modules[__name__]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from steps import catalogue
-from steps.workbook import solution
+from steps.course.workbook import solution
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,7 +27,7 @@ import json, os, pathlib, sys, types
 from typer.testing import CliRunner
 import steps
 from steps import __main__, places
-from steps.bench import rows
+from steps.course.bench import rows
 report = {"file": steps.__file__, "clone": places.IS_CLONE, "commit": rows.provenance("cpu")["commit"]}
 for command in json.load(sys.stdin):
     done = CliRunner().invoke(__main__.app, command.split())

@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 
 from reference import cases, mutants
 from steps import __main__, engine
-from steps.step02_fa2_cuda import emulator
-from steps.workbook import (
+from steps.course.workbook import (
     Blank,
     answer,
     capstone,
@@ -43,12 +42,13 @@ from steps.workbook import (
     solution,
     splice,
 )
-from steps.workbook.capstone import Guarded
-from steps.workbook.differences import of_tensors
-from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
-from steps.workbook.explain import explain
-from steps.workbook.failure import account
-from steps.workbook.mine import Mine
+from steps.course.workbook.capstone import Guarded
+from steps.course.workbook.differences import of_tensors
+from steps.course.workbook.exercises import Exercise, Hunt, Puzzle, Step
+from steps.course.workbook.explain import explain
+from steps.course.workbook.failure import account
+from steps.course.workbook.mine import Mine
+from steps.step02_fa2_cuda import emulator
 from support import formulas
 from support.answers import edited, runnable
 
@@ -61,7 +61,7 @@ FUNCTIONS = EXERCISES | PUZZLES  # the tasks that ask for one function
 # In seconds. A reader waits for a check again and again, so it has to be fast. With a GPU the kernels are compiled, the
 # ranks of stage 04 are new processes in every case, and here many checks run at the same time.
 LIMIT = 15 if engine.name == "cpu" else 60
-MISTAKES = tomllib.loads((ROOT / "steps" / "workbook" / "mistakes.toml").read_text())
+MISTAKES = tomllib.loads((ROOT / "steps" / "course" / "workbook" / "mistakes.toml").read_text())
 PLANTED = [{"exercise": id} | row for id, rows in MISTAKES.items() for row in rows]
 ONLINE = f"import torch\n\n{solution('00.2')}\n"
 
@@ -103,7 +103,7 @@ def filled_in(task):
 
 def puzzle(id):
     """The module of a puzzle."""
-    return importlib.import_module(f"steps.workbook.puzzles.{PUZZLES[id].path.stem}")
+    return importlib.import_module(f"steps.course.workbook.puzzles.{PUZZLES[id].path.stem}")
 
 
 # The exercises and hunts.
@@ -326,7 +326,7 @@ def test_a_part_of_a_kernel_is_shown_from_one_text_to_the_next():
 
 def test_a_changed_file_of_the_copy_is_no_link_into_the_course(tmp_path, monkeypatch):
     course, copy, task = tmp_path / "course", tmp_path / "copy", SimpleNamespace(file="stage/kernel.py")
-    for name in ("contract.py", "stage/kernel.py", "other/kernel.py", "bench/rows.py"):
+    for name in ("contract.py", "stage/kernel.py", "other/kernel.py", "course/bench/rows.py"):
         (course / name).parent.mkdir(parents=True, exist_ok=True)
         (course / name).write_text("as it was")
     copy.mkdir()
@@ -335,7 +335,7 @@ def test_a_changed_file_of_the_copy_is_no_link_into_the_course(tmp_path, monkeyp
     splice.write_copy(copy, task, "changed")
     assert (copy / "steps" / "stage" / "kernel.py").read_text() == "changed"
     assert {path.read_text() for path in course.rglob("*.py")} == {"as it was"}
-    assert (copy / "steps" / "other" / "kernel.py").exists() and not (copy / "steps" / "bench").exists()
+    assert (copy / "steps" / "other" / "kernel.py").exists()
 
 
 # Puzzles: the exercises that stand on their own.

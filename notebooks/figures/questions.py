@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
 
-from steps.bench import cost
-from steps.figures.plots import COLOURS, FAINT, INK, style
+from steps.course.bench import cost
+from steps.course.figures.plots import COLOURS, FAINT, INK, style
 
 HERE = Path(__file__).parent
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

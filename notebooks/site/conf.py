@@ -48,8 +48,9 @@ STAGES = "steps/step0[0-4]_*"
 CODE = (".py", ".cu", ".cuh", ".h", ".cpp")
 include_patterns = [
     "README.md", "CONTRIBUTING.md", "notebooks/*.ipynb", "notebooks/TEACHING.md", "notebooks/site/*.md", "papers/*.md",
-    "reference/*.md", "reference/*.py", "steps/*.md", "steps/*.py", f"{STAGES}/**", "steps/figures/*.py",
-    "steps/workbook/SOLUTIONS.md", "steps/demo/*.md", "steps/workbook/*/*.py", "steps/bench/results/*.md",
+    "reference/*.md", "reference/*.py", "steps/*.md", "steps/*.py", f"{STAGES}/**", "steps/course/figures/*.py",
+    "steps/course/workbook/SOLUTIONS.md", "steps/course/demo/*.md", "steps/course/workbook/*/*.py",
+    "steps/course/bench/results/*.md",
     *(f"tests/test_{stage.name}.py" for stage in ROOT.glob(STAGES)),
 ]  # fmt: skip
 # Of a header and its .cpp file the header has the words.
@@ -116,7 +117,7 @@ def read(app, docname, source):
     if docname == "README":
         source[0] = first_screen(source[0])
     if docname == "notebooks/site/gallery":
-        rows = gallery.read(ROOT / "steps" / "bench" / "results")
+        rows = gallery.read(ROOT / "steps" / "course" / "bench" / "results")
         source[0] += gallery.page(rows, gallery.read(ROOT / "my" / "results"))
 
 

@@ -28,9 +28,9 @@
 import steps  # comes first, because it chooses the engine
 import math
 import torch
-from steps.figures import n00_naive as figures
+from steps.course.figures import n00_naive as figures
 from steps.step00_naive import fwd_1_matrix, fwd_2_online, fwd_3_tiled
-from steps.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 
 print(steps.engine.describe())
 

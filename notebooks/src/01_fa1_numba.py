@@ -30,9 +30,9 @@ import steps  # comes first: it chooses the engine, and tells Numba whether to s
 import numpy as np
 import torch
 from numba import cuda
-from steps.figures import n01_fa1_numba as figures
+from steps.course.figures import n01_fa1_numba as figures
 from steps.step01_fa1_numba import fwd_0_published as fwd
-from steps.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}

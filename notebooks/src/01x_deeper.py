@@ -20,16 +20,16 @@
 # - **Before you start:** notebook 01. Each section can be read alone.
 # - **Time:** about 30 minutes to read. Nothing here needs a GPU.
 # - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), and what compiles,
-#   [`n01x_deeper.py`](../steps/figures/n01x_deeper.py).
+#   [`n01x_deeper.py`](../steps/course/figures/n01x_deeper.py).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first: it chooses the engine, and tells Numba whether to simulate
 import math
 import numpy as np
 from numba import cuda
-from steps.figures import n01x_deeper as figures
+from steps.course.figures import n01x_deeper as figures
 from steps.step01_fa1_numba import fwd_2_registers
-from steps.workbook import show
+from steps.course.workbook import show
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}

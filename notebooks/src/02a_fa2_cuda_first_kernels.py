@@ -27,8 +27,8 @@
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import torch
-from steps.figures import measured, n02a_first_kernels as figures, planted
-from steps.workbook import check, hint, show, solution  # noqa: F401
+from steps.course.figures import measured, n02a_first_kernels as figures, planted
+from steps.course.workbook import check, hint, show, solution  # noqa: F401
 torch.set_printoptions(precision=2, sci_mode=False)
 print(steps.engine.describe())
 

@@ -27,9 +27,9 @@
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import torch
-from steps.bench import cost
-from steps.figures import measured, n02b_tensor_cores as figures, planted
-from steps.workbook import Blank, check, exercises, hint, show, solution  # noqa: F401
+from steps.course.bench import cost
+from steps.course.figures import measured, n02b_tensor_cores as figures, planted
+from steps.course.workbook import Blank, check, exercises, hint, show, solution  # noqa: F401
 gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
 
@@ -363,7 +363,7 @@ figures.roofline()
 # - ★★ (1 hour) Pad the rows of `fwd_2_mma.cu` by 8 numbers instead of swizzling. Where do conflicts remain?
 #
 # **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); what the hardware counted,
-# [a profile of four kernels](../steps/bench/results/README.md#a-profile-of-four-kernels); each idea of rung 5 alone,
+# [a profile of four kernels](../steps/course/bench/results/README.md#a-profile-of-four-kernels); each idea of rung 5 alone,
 # [02x_deeper.ipynb](02x_deeper.ipynb).
 #
 # **Next:** [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb), the backward pass.

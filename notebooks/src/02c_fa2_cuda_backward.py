@@ -29,8 +29,8 @@
 import steps  # first: it chooses the engine
 import torch
 from steps import step02_fa2_cuda as step02
-from steps.figures import measured, n02c_backward as figures, planted
-from steps.workbook import check, hint, show, solution  # noqa: F401
+from steps.course.figures import measured, n02c_backward as figures, planted
+from steps.course.workbook import check, hint, show, solution  # noqa: F401
 torch.set_num_threads(1)  # small tensors: one thread is faster
 torch.set_printoptions(precision=2, sci_mode=False)
 print(steps.engine.describe())

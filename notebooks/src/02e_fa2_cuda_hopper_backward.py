@@ -29,10 +29,10 @@
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import torch
-from steps.figures import n02d_hopper, measured
-from steps.figures import n02e_hopper_backward as figures
-from steps.workbook import Blank, check, show
-from steps.workbook import hint, solution  # noqa: F401  for you, when you are stuck
+from steps.course.figures import n02d_hopper, measured
+from steps.course.figures import n02e_hopper_backward as figures
+from steps.course.workbook import Blank, check, show
+from steps.course.workbook import hint, solution  # noqa: F401  for you, when you are stuck
 
 print(steps.engine.describe())
 

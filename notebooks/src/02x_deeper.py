@@ -41,9 +41,9 @@
 import steps  # first: it chooses the engine
 import torch
 from reference import error
-from steps.figures import n02d_hopper, n02x_deeper as figures, planted
+from steps.course.figures import n02d_hopper, n02x_deeper as figures, planted
 from steps.step02_fa2_cuda import calls
-from steps.workbook import Blank, check, show
+from steps.course.workbook import Blank, check, show
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -526,7 +526,7 @@ figures.power()
 # No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the
 # same kernel gets "faster" on data that nobody has. (The forward is an earlier version of rung 8. Why the clock falls at
 # all for a product at 409 W, we do not know.) All rows of this course are of random normal numbers.
-# [The table of sustained load](../steps/bench/results/README.md) has the clock and the energy of each kernel.
+# [The table of sustained load](../steps/course/bench/results/README.md) has the clock and the energy of each kernel.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 13. What was tried, and what is open

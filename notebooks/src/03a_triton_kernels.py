@@ -22,7 +22,7 @@
 # - **Before you start:** notebook 00 (tiles, online softmax, lse, delta); what a block and shared memory are. Linux.
 # - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md),
-#   [figures](../steps/figures/n03a_triton_kernels.py).
+#   [figures](../steps/course/figures/n03a_triton_kernels.py).
 # - **Tests:** `pytest tests/test_step03_triton.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
@@ -30,9 +30,9 @@ import steps  # comes first, because it chooses the engine
 import torch, triton  # noqa: E401
 import triton.language as tl
 from reference import attention
-from steps.figures import measured, n03a_triton_kernels as figures
+from steps.course.figures import measured, n03a_triton_kernels as figures
 from steps.step03_triton import backward, forward, fwd_0_fused
-from steps.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -213,7 +213,7 @@ figures.tiles_visited()
 # **Autotuning** times a kernel with several tiles, warps and stages, and keeps the fastest. `triton.autotune` does so in
 # the program that calls, whenever sizes are new: the first call is slow, and since another Bc adds in another order, its
 # choice changes the last bits of the result. Here it was done once: the tables `TILES` have what was fastest on an H200,
-# and `python -m steps.bench.tune` times a row's neighbours on your GPU.
+# and `python -m steps.course.bench.tune` times a row's neighbours on your GPU.
 
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/fwd_0_fused", "key_ranges", "forward_kernel")

@@ -22,7 +22,7 @@
 # - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta. Linux.
 # - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md): `flash*.py`, `features.py`, `decode.py`;
-#   [figures](../steps/figures/n03b_triton_features.py).
+#   [figures](../steps/course/figures/n03b_triton_features.py).
 # - **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
@@ -31,8 +31,8 @@ import math, torch, triton  # noqa: E401
 import triton.language as tl
 from reference import attention, philox
 from steps import step03_triton as step03
-from steps.figures import n03b_triton_features as figures
-from steps.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.figures import n03b_triton_features as figures
+from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}

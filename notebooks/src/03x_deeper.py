@@ -22,7 +22,7 @@
 # - **Before you start:** notebook 03a, for sections 13 and 14 also 03b. Sections 7 to 12 want what tensor cores,
 #   warpgroups and TMA are.
 # - **Time:** each section takes five minutes and can be read alone. Speeds are an H100's where nothing else is said.
-# - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md), [figures](../steps/figures/n03x_deeper.py).
+# - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md), [figures](../steps/course/figures/n03x_deeper.py).
 # - **Tests:** `pytest tests/test_step03_triton.py tests/test_step03_features.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
@@ -31,8 +31,8 @@ import itertools, math, torch  # noqa: E401
 from torch.nn.attention import flex_attention as flex
 from reference import attention
 from steps import step03_triton as step03
-from steps.figures import measured, n03x_deeper as figures
-from steps.workbook import show
+from steps.course.figures import measured, n03x_deeper as figures
+from steps.course.workbook import show
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -30,10 +30,10 @@
 import steps  # comes first, because it chooses the engine
 import torch
 from steps import step00_naive as step00
-from steps.figures import n04a_ring as figures, n04x_deeper
+from steps.course.figures import n04a_ring as figures, n04x_deeper
 from steps.step04_ring import Layout, demo, launch, merge as merging
 from steps.step04_ring.strategies import lesson_2_overlap
-from steps.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -32,10 +32,10 @@
 import steps  # comes first, because it chooses the engine
 import torch
 from steps import step00_naive as step00
-from steps.figures import n04b_strategies as figures, ring_tables
+from steps.course.figures import n04b_strategies as figures, ring_tables
 from steps.step04_ring import Layout, demo, in_your_model as model, launch, merge as merging
-from steps.workbook import Blank, check, hint, show, solution  # noqa: F401
-from steps.workbook.case_on_ranks import PlainBlock
+from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.workbook.case_on_ranks import PlainBlock
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -251,7 +251,7 @@ figures.mistakes_in_a_model()
 ring_tables.efficiency()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# And all that was measured on four. What two had is on the [page of results](../steps/bench/results/README.md).
+# And all that was measured on four. What two had is on the [page of results](../steps/course/bench/results/README.md).
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_tables.shown("speed", ring_tables.recorded("H200", n_gpus=4)))
@@ -288,7 +288,7 @@ ring_tables.recorded_call()
 # | a few new tokens, many keys | star | results are smaller than keys |
 #
 # The first line is measured, in [04x](04x_deeper.ipynb). The others follow from the bytes of parts 1 and 2. On your
-# machines: `python -m steps.bench ring-32k`.
+# machines: `python -m steps.course.bench ring-32k`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Summary

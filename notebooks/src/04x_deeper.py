@@ -20,16 +20,16 @@
 # - **Before you start:** notebooks 04a and 04b. Each section can be read alone.
 # - **Time:** about 25 minutes to read. Nothing here needs a GPU.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), and what counts and draws,
-#   [`n04x_deeper.py`](../steps/figures/n04x_deeper.py) and [`ring_tables.py`](../steps/figures/ring_tables.py).
+#   [`n04x_deeper.py`](../steps/course/figures/n04x_deeper.py) and [`ring_tables.py`](../steps/course/figures/ring_tables.py).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 from functools import partial
 import torch
 from reference import attention
-from steps.figures import n04x_deeper as figures, ring_tables
+from steps.course.figures import n04x_deeper as figures, ring_tables
 from steps.step04_ring import Layout, dry_run, forward, launch, merge, simulate, strategies
-from steps.workbook.case_on_ranks import PlainBlock
+from steps.course.workbook.case_on_ranks import PlainBlock
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}

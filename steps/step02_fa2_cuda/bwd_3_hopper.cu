@@ -54,7 +54,7 @@
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
 // copy engine; the rounding of dq in the last block of a head; persistent blocks where heads are long.
 // A producer with a warp of its own would need too many registers.
-// Bottleneck, by leaving parts out (steps/bench/ablations.py): at D = 128 above all the additions to dq; at
+// Bottleneck, by leaving parts out (course/bench/ablations.py): at D = 128 above all the additions to dq; at
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
 

@@ -9,7 +9,7 @@
       the share of the moving that a profiler has seen hidden              a prediction between overlap and none
 
 The idea: none of these rows is the one that is predicted, so that the difference says what the model leaves out. A row
-is a dict with the fields of steps/bench. Needs layout.py and simulate.py.
+is a dict with the fields of steps/course/bench. Needs layout.py and simulate.py.
 """
 
 import math

@@ -38,7 +38,7 @@ from steps.step04_ring.layout import LAYOUTS, Layout
 
 PASSES = {"fwd": 1.0, "bwd": 2.5}  # operations, in forwards
 TRANSPORTS = ("relay", "fetch")
-MEASURED = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h200.jsonl"
+MEASURED = Path(__file__).parents[1] / "course" / "bench" / "results" / "nvidia-h200.jsonl"
 # (a, b): a call of N ranks launches a + b N kernels, copies and barriers, as the profiler counts them. In a backward
 # a rank that has only late queries for a block launches three more; the profiler has counted such a rank of relay.
 LAUNCHES = {

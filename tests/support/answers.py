@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from steps import catalogue
-from steps.workbook import solution
+from steps.course.workbook import solution
 
 
 def runnable(task):

@@ -22,7 +22,7 @@ import torch
 
 from reference import cases, error, mutants
 from steps import catalogue, checks, engine
-from steps.workbook import edges, exercises, one_rung
+from steps.course.workbook import edges, exercises, one_rung
 from support import kept_calls
 from support.operands import DENSE, PLACES
 

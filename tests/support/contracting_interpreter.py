@@ -3,8 +3,8 @@
 import pytest
 
 from steps import engine
+from steps.course.workbook import interpreted
 from steps.step03_triton import memcheck
-from steps.workbook import interpreted
 
 
 @pytest.fixture(scope="module", autouse=True)

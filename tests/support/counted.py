@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from steps.figures.n00_naive import Held
+from steps.course.figures.n00_naive import Held
 
 
 class Counted(Held):

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 
 from steps import catalogue, contract
-from steps.workbook.case_on_ranks import PlainBlock
-from steps.workbook.one_rung import supports_of
+from steps.course.workbook.case_on_ranks import PlainBlock
+from steps.course.workbook.one_rung import supports_of
 from support.operands import heads_inside, negated, unaligned
 
 INPUTS, SAVED = ("q", "k", "v", "dout"), ("out", "lse")

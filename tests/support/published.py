@@ -1,4 +1,4 @@
-"""What `verify` finds in attention that others published: writes the table of steps/verify/README.md.
+"""What `verify` finds in attention that others published: writes the table of steps/course/verify/README.md.
 
 python -m tests.support.published installs the packages into a temporary folder, beside the torch that is there. Each
 function below is called as its package has it; what it has no argument for is not asked.
@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "steps" / "verify" / "README.md"
+PAGE = ROOT / "steps" / "course" / "verify" / "README.md"
 MARK = "<!-- table -->"
 # Without what they depend on, which is listed, too, as far as these functions need it.
 PACKAGES = """
@@ -147,7 +147,7 @@ def main():
     """Prints the table's rows as JSON. The packages are on sys.path."""
     import torch
 
-    from steps.verify import anybody, verdict
+    from steps.course.verify import anybody, verdict
 
     torch.set_num_threads(1)
     rows = []

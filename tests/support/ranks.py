@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import steps.step04_ring as step04
 from steps import engine
+from steps.course.workbook.case_on_ranks import PlainBlock
 from steps.step04_ring import launch
-from steps.workbook.case_on_ranks import PlainBlock
 
 ON_FETCH = pytest.mark.skipif(
     engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"

@@ -1,0 +1,8 @@
+"""What looks at the stages: nothing that a kernel needs.
+
+    workbook   exercises: check, hint, solution, grade
+    verify     the contract on anybody's attention
+    demo       every stage on real input
+    bench      measurements, and the rows that were recorded
+    figures    what the notebooks draw
+"""

@@ -1,0 +1,112 @@
+"""What notebook 01 draws, counts and breaks: memories, the order of the visits, measured speeds."""
+
+from unittest.mock import patch
+
+import torch
+
+from reference import cases, error
+from steps import step01_fa1_numba as stage
+from steps.course.bench import rows
+from steps.course.figures.measured import H200 as GPU
+from steps.course.figures.n00_naive import outcome, symptom  # noqa: F401  The notebook's hunts begin with symptom.
+from steps.course.figures.picture import pictured
+from steps.course.figures.plots import FAINT, INK, OPERAND, PALE, cells, subplots, table
+from steps.step00_naive import io_count
+
+MULTIPLY_ADDS = GPU.fp32_tflops / 2  # in 10^12 a second, all SMs together: 128 an SM and cycle
+# Numbers of float32 in 10^12 a second. Shared memory delivers 32 an SM and cycle.
+DELIVERS = {"shared memory": MULTIPLY_ADDS * 32 / 128, "device memory": GPU.bandwidth / 4}
+TILES = {"published": (16, 16), "loops_swapped": (16, 32), "registers": (128, 64)}  # on a GPU, at d = 64
+
+
+def memories(N, d):
+    """Sizes and speeds of an H200's memories, and how long standard attention's traffic would take there."""
+    sm, speed = GPU.multiprocessor, {name: (f"{4 * x:.1f}", f"{MULTIPLY_ADDS / x:.0f}") for name, x in DELIVERS.items()}
+    lines = [(f"{GPU.name}, {GPU.sms} SMs", "KiB an SM", "TB/s in all", "multiply-adds in the time of a number")]
+    lines += [("registers", 4 * sm.registers // 2**10, "", "")]
+    lines += [("shared memory", sm.shared // 2**10, *speed["shared memory"])]
+    lines += [("device memory", "", *speed["device memory"])]
+    moved, kept = sum(io_count.standard_count(N, d)), 4 * N * d + N
+    in_float32 = moved / DELIVERS["device memory"] / (2 * N * N * d / MULTIPLY_ADDS)
+    in_fp16 = in_float32 / 2 * GPU.half_tflops / GPU.fp32_tflops
+    told = f"Standard attention, N = {N}, d = {d}, moves {moved / kept:.0f} times the size of q, k, v, out and lse."
+    told += f"\nThis takes {in_float32:.1f} times as long as the arithmetic in float32, {in_fp16:.1f} times in fp16."
+    return f"{table(*lines)}\n{told}"
+
+
+@pictured
+def visits_of_O(V, trace):
+    """The six values at each of three visits. The new O lies between the old O and what the new tile alone gives."""
+    fig, axes = subplots(1, 3, figsize=(8.4, 3.2), sharey=True)
+    for n, (ax, (alone, O), (_, old)) in enumerate(zip(axes, trace, trace[:1] + trace[:2], strict=True)):
+        for j, (x, y) in enumerate(V.tolist()):
+            ax.plot(x, y, "o", color=INK if j < 2 * n + 2 else FAINT, ms=4)
+            ax.text(x, y + 0.45, f"v{j}", ha="center", fontsize=9)
+        ax.plot(*torch.stack([old, alone]).T, color=FAINT, lw=1.5, zorder=0)
+        ax.plot(*old, "s", color=INK, ms=7, label="old O")
+        ax.plot(*alone, "D", color=OPERAND["V"], ms=8, label="the tile alone")
+        ax.plot(*O, "X", color=OPERAND["O"], ms=10, label="new O")
+        ax.set(title=f"visit {n + 1}: keys {2 * n}, {2 * n + 1}", xlim=(-1, 11), ylim=(-1, 7.6))
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return fig
+
+
+@pictured
+def order_of_visits():
+    """S as 3 by 4 tiles with the number of the visit, and where O is written. FA1 goes down the columns and writes O at
+    each of the 12 visits. FA2 goes along the rows and writes O at the end of a row, at visits 4, 8 and 12.
+    """
+    fig, axes = subplots(1, 2, figsize=(8.4, 2.6))
+    visits = torch.arange(1, 13)
+    orders = {"FA1: keys outside": visits.reshape(4, 3).T, "FA2: queries outside": visits.reshape(3, 4)}
+    for ax, (title, order) in zip(axes, orders.items(), strict=True):
+        written = set(range(1, 13)) if "FA1" in title else {4, 8, 12}
+        words = [[f"{n}\nO written" if n in written else n for n in row] for row in order.tolist()]
+        colours = [[PALE[i]] * 4 for i in range(3)]
+        cells(ax, colours, words, title=title, xlabel="tile of keys", xticks=range(4), yticks=range(3))
+    axes[0].set_ylabel("tile of queries")
+    return fig
+
+
+def traffic(N, d):
+    """Numbers that pass between device memory and the chip, in units of N^2, by the formulas of io_count.py."""
+    lines = [("tile", "standard", "fa1", "fa2")]
+    for b in (16, 32, 64, 128):
+        counts = io_count.standard_count(N, d), io_count.fa1_count(N, d, b, b), io_count.fa2_count(N, d, b, b)
+        lines.append((f"{b} x {b}", *(f"{sum(both) / N**2:.2f} N^2" for both in counts)))
+    return table(*lines)
+
+
+def cases_of_the_contract(*names, **replaced):
+    """Whether each rung passes these cases; or rung published with functions of its file replaced."""
+    kernels, lines = stage.fwd_0_published, []
+    with patch.dict(vars(kernels), replaced):
+        kernels.forward_kernel.cache_clear()  # Kernels that were compiled before still call the old functions.
+        for case in (case for name in names for case in cases.CASES if case.name == name):
+            told = []
+            for rung in ("published",) if replaced else TILES:
+                got, want = outcome(stage, case, lambda x, r=rung: stage.forward(x.q, x.k, x.v, **x.options, rung=r))
+                failed = error.failures({"out": got[0], "lse": got[1]}, want)
+                told.append(f"{rung} {'FAILS' if failed else 'passes'}")
+            lines += [case.says, f"    {', '.join(told)}"]
+    kernels.forward_kernel.cache_clear()
+    return "\n".join(lines)
+
+
+def recorded():
+    """{(pass, kernel or peer, d): row} on an H200 in float32, at N = 4096, not causal."""
+    at = {"gpu": GPU.name, "dtype": "fp32", "N": 4096, "causal": False, "options": {}, "timing": "interleaved"}
+    found = [row for row in rows.latest(rows.fresh(rows.read())) if at.items() <= row.items()]
+    found = [row for row in found if row["stage"] in ("01_fa1_numba", None)]
+    return {(row["pass"], row["kernel"] or row["peer"], row["D"]): row for row in found}
+
+
+def speeds():
+    """Recorded TFLOP/s, shares of sdpa-efficient's speed, and the largest error."""
+    found, lines = recorded(), [("TFLOP/s", "d = 64", "share", "error", "d = 128", "share", "error")]
+    for pass_, name in sorted({(pass_, name) for pass_, name, _ in found}, key=lambda one: (one[0] != "fwd", one[1])):
+        lines.append([name if name.startswith(pass_) else f"{pass_} {name}"])
+        for d in (64, 128):
+            row, best = found[pass_, name, d], found[pass_, "sdpa-efficient", d]
+            lines[-1] += [f"{row['tflops']:.1f}", f"{row['tflops'] / best['tflops']:.2f}", f"{row['error']:.0e}"]
+    return table(*lines)

@@ -1,0 +1,58 @@
+"""What notebook 02a shows: speeds, owners of a row, and its first exercise."""
+
+import math
+
+import torch
+
+from steps.course.bench import rows
+from steps.course.figures import measured
+from steps.course.figures.picture import picture
+from steps.course.figures.planted import GPU, report
+from steps.course.figures.plots import COLOURS, cells, subplots
+from steps.step02_fa2_cuda import emulator
+
+KERNELS = "fwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers", "fwd_0_scalar", "fwd_1_warp"
+
+
+def float32_speeds():
+    """TFLOP/s of stage 01's forwards, of rungs 0 and 1 and of PyTorch's kernel in float32, on an H200."""
+    at = {"gpu": GPU.name, "dtype": "fp32", "pass": "fwd", "N": 4096, "D": 64, "causal": False, "options": {}}
+    found = [row for row in rows.latest(rows.fresh(rows.read())) if at.items() <= row.items()]
+    found = [row for row in found if row["peer"] == "sdpa-efficient" or row["kernel"] in KERNELS]
+    told = ", ".join(f"{r['peer'] or r['kernel']} {r['tflops']:.3g}" for r in found)
+    return picture(measured.speed_bars(found), f"TFLOP/s of the forward in float32 as bars: {told}.")
+
+
+def owners():
+    """A tile of S, coloured by the warp that computes it: in FlashAttention-1 and in FlashAttention-2."""
+    panels = {
+        "FlashAttention-1: a warp, some keys": lambda i, j: j // 4,
+        "FlashAttention-2: a warp, some rows": lambda i, j: i // 4,
+    }
+    fig, axes = subplots(1, 2, figsize=(7, 3.3), sharey=True)
+    for ax, (title, owner) in zip(axes, panels.items(), strict=True):
+        colours = [[COLOURS[owner(i, j)] for j in range(16)] for i in range(16)]
+        cells(ax, colours, title=title, xlabel="key", xticks=range(0, 16, 4), yticks=range(0, 16, 4))
+    axes[0].set_ylabel("query")
+    return picture(fig, """A tile of S, 16 queries by 16 keys, coloured by warp. FlashAttention-1: bands of keys, so
+    that every row has four owners. FlashAttention-2: bands of rows, one owner each.""")
+
+
+def try_differences(text, index, barrier, grid, shared_bytes):
+    """Runs the reader's first kernel with four answers, its threads in two orders; prints what is wrong."""
+    answers = {"index": index, "barrier": barrier, "grid": grid, "shared_bytes": shared_bytes}
+    if blank := [name for name, answer in answers.items() if answer is ...]:
+        print("still blank:", ", ".join(blank))
+        return
+    x = torch.arange(20.0) ** 2
+    want = torch.diff(x, prepend=torch.zeros(1))
+    launch = dict(grid=grid, block=8, shared_bytes=shared_bytes, N=20)
+    for threads in ("forward", "reverse"):
+        y = torch.full((20,), math.nan)
+        with emulator.schedule(threads=threads):
+            says = report(text.replace("INDEX", index).replace("BARRIER", barrier), "differences", [x, y], **launch)
+        wrong, unwritten = ((y != want).nonzero().flatten().tolist(), y.isnan().nonzero().flatten().tolist())
+        found = f"y is wrong at {wrong}, and nan at {unwritten}" if wrong else "right"
+        print(f"threads {threads}:", f"\n{says[:400]}" if says else found)
+        if says:
+            return

@@ -1,0 +1,106 @@
+"""Pictures and experiments of notebook 02e: which operand of Hopper's backward is read from where."""
+
+import torch
+
+from steps.course.bench import ablations, rows
+from steps.course.figures import measured
+from steps.course.figures.n02d_hopper import legend
+from steps.course.figures.picture import pictured
+from steps.course.figures.plots import COLOURS, INK, subplots, table
+from steps.step02_fa2_cuda import calls, emulator, ladder
+
+BANDWIDTH, TENSOR = 128, 4096  # bytes of shared memory, FLOP: a clock and SM
+TILES = ladder.BACKWARD["wgmma"].tiles[0]  # {D: (Br, Bc)}
+KEPT = {("hopper", 64): ("S^T", "dP^T"), ("hopper", 128): ("S^T",)}  # products with a first operand kept in registers
+
+
+def products(D, Br, kept=()):
+    """{product: (clocks, bytes read from shared memory, first operand in registers)} of a step of two warpgroups.
+
+    Each has 64 of the block's 128 keys, and computes half of dQ_i. kept: those of S^T and dP^T whose first operand
+    stays in registers.
+    """
+    found = {name: (Br, D // 16, name in kept) for name in ("S^T", "dP^T")}  # wgmma's n, how many, in registers
+    found |= {"dV": (D, Br // 16, True), "dK": (D, Br // 16, True), "dQ": (64, 128 // 16, False)}
+    return {
+        name: (2 * count * 2 * 64 * 16 * n // TENSOR, 2 * count * 32 * (n if registers else n + 64), registers)
+        for name, (n, count, registers) in found.items()
+    }
+
+
+def step_of(D, Br, kept=()):
+    """(clocks of the tensor cores, bytes that wgmma reads) of a block's step."""
+    clocks, read, _ = zip(*products(D, Br, kept).values(), strict=True)
+    return sum(clocks), sum(read)
+
+
+@pictured
+def five_products():
+    """Bytes of shared memory a clock that each of the five products reads. At D = 128, S^T, dP^T and dQ reach the
+    dashed line of 128 bytes, dV and dK half of it. At D = 64 only dQ reaches it; S^T and dP^T read 96, dV and dK 64."""
+    fig, grid = subplots(1, 2, figsize=(8.5, 3.4), sharey=True)
+    looks = {"both operands from shared memory": COLOURS[1], "the first one from registers": COLOURS[0]}
+    for ax, (D, (Br, _)) in zip(grid, TILES.items(), strict=True):
+        start = 0
+        for name, (clocks, read, registers) in products(D, Br).items():
+            ax.bar(start, read / clocks, clocks, align="edge", color=COLOURS[not registers], edgecolor="white")
+            ax.text(start + clocks / 2, read / clocks - 12, name, ha="center", color="white")
+            start += clocks
+        ax.axhline(BANDWIDTH, color=INK, ls="--", lw=1)
+        ax.text(0, BANDWIDTH + 4, "dashed: all that shared memory delivers", fontsize=9)
+        ax.set(title=f"D = {D}, tile {Br} x 128", xlabel="clocks of the tensor cores, a step")
+        ax.set(ylim=(0, 145), xlim=(0, start))
+        ax.grid(axis="x", visible=False)
+    grid[0].set_ylabel("bytes a clock")
+    legend(fig, looks, "outside lower center")
+    return fig
+
+
+def wavefronts(rung, D):
+    """Wavefronts of one more tile of queries: the kernel text's own accesses to shared memory, in the emulation."""
+    (Br, Bc), found = TILES[D], []  # of all three rungs
+    for rows_of_q in (2 * Br, 3 * Br):
+        q, dout = torch.randn(2, 1, 1, rows_of_q, D).bfloat16()
+        k, v = torch.randn(2, 1, 1, Bc, D).bfloat16()
+        out, lse = calls.forward(q, k, v, rung="wgmma")
+        with emulator.count_conflicts() as counted:
+            calls.backward(dout, q, k, v, out, lse, rung=rung, backward_tile=TILES[D])
+        found.append(sum(n for _, n in counted.values()))
+    return found[1] - found[0]
+
+
+def roof(rung, D):
+    """(TFLOP/s on an H200 if the busier of tensor cores and shared memory never rests, the count in words)."""
+    Br, _ = TILES[D]
+    clocks, read = step_of(D, Br, KEPT.get((rung, D), ()))
+    read = 0 if rung == "fa2" else read + 2 * 2 * Br * D  # Q_i and dO_i come; fa2's loads are all in its text
+    shared = read / BANDWIDTH + wavefronts(rung, D)
+    tflops = measured.H200.half_tflops * clocks / max(clocks, shared)
+    words = f"products {clocks}, shared memory {shared:.0f} clocks a step; roof {tflops:.0f} TFLOP/s"
+    return tflops, f"bwd {rung:6} D = {D:3}: {words}"
+
+
+def gained(kernel, before, after, D):
+    """A kernel's measured factor to the rung before it, beside that of their roofs, in words."""
+    foreseen = f"D = {D:3}: foreseen x {after / before:.2f}"
+    if not (chosen := measured.rung_row(kernel, D=D)):
+        return f"{foreseen}, not measured as it is now"
+    new, old = (row["tflops"] for row in chosen[:2])
+    return f"{foreseen}, measured x {new / old:.2f}; {old / before:.0%} and {new / after:.0%} of the roofs"
+
+
+def parts_left_out():
+    """A table of bwd_3's time without some of its parts, of the GPU on which that was recorded."""
+    parts = ablations.read("left_out")
+    if not parts:
+        return "not recorded of this kernel: python -m steps.course.bench.ablations"
+    product = sorted(r["tflops"] for r in measured.fresh() if (r["peer"], r["gpu"]) == (rows.MATMUL, parts["gpu"]))
+    took = {(t["without"], t["D"]): t["ms_median"] for t in parts["times"]}
+    lines = [(parts["gpu"], *(word for point in ablations.POINTS for word in (f"D = {point.D}: time", "TFLOP/s")))]
+    for name in dict.fromkeys(name for name, _ in took):
+        words = [f"without {name}" if name else "the whole kernel"]
+        for point in ablations.POINTS:
+            ms = took[name, point.D]
+            words += [f"{ms / took[None, point.D] - 1:+.1%}", f"{point.flops('bwd') / ms / 1e9:.0f}"]
+        lines.append(words)
+    return f"{table(*lines)}\na matrix product: {product[len(product) // 2]:.0f} TFLOP/s"
