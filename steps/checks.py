@@ -2,6 +2,7 @@
 
     refuse, pick, check_call     options that a stage lacks; the rung of a call; q, k, v, causal, scale and tile
     check_saved, check_flag      what a backward is given; True or False
+    check_shared                 a sequence that ranks share
     check_derivatives, in_memory    torch.func; tensors without memory
 """
 
@@ -197,6 +198,15 @@ def check_dense(name, x, optional=False):
         raise TypeError(f"{name} must be a dense tensor, got {short(x.layout)}. Convert it with {name}.to_dense().")
     if x.is_quantized:
         raise TypeError(f"{name} must be a dense tensor, got a quantised one. Convert it with {name}.dequantize().")
+
+
+def check_shared(supports, S, transport):
+    """Raises ValueError unless S may be the length of a sequence that ranks share, and transport is one of SUPPORTS."""
+    if not (S is None or isinstance(S, int) and S >= 0):
+        raise ValueError(f"S must be the length of the whole sequence, an integer >= 0, or None; got {S!r}.")
+    if transport not in (None, *supports["transports"]):
+        names = ", ".join(map(repr, supports["transports"]))
+        raise ValueError(f"transport must be {names}, or None for the faster one that can be used; got {transport!r}.")
 
 
 def check_derivatives(*tensors):

@@ -58,7 +58,7 @@ def ranks():
 def replace_what_only_a_gpu_has():
     ring.WORTH_MS, ring.MOST_CALLS, ring.LAST, grid.candidate = 1.0, 2, 8, lambda *rung: OF_02
     ring.Hopper = lambda **how: PlainBlock if how == {"persistent": False, "deterministic": False} else None
-    steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
+    steps.step04_ring.plan.default_block = team.default_block = lambda *q, **how: PlainBlock
     torch.profiler.profile = profiler
     torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
     torch.cuda.graph = lambda graph, capture_error_mode: contextlib.nullcontext()

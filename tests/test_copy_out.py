@@ -86,11 +86,12 @@ def python(tmp_path_factory):
 
 
 def copy(files, folder):
-    """Copies these files and folders of steps/ into folder/lifted."""
-    (folder / "lifted").mkdir()
+    """Copies these files and folders of steps/ into folder/lifted, where files of a stage's own folder keep it."""
     for file in files:
         copy_one = shutil.copytree if (STEPS / file).is_dir() else shutil.copy
-        copy_one(STEPS / file, folder / "lifted" / Path(file).name)
+        place = folder / "lifted" / Path(*Path(file).parts[1:])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        copy_one(STEPS / file, place)
 
 
 def use(python, folder, **options):
@@ -159,6 +160,104 @@ def test_a_rung_of_stage_02_works_alone(rung, tmp_path, python):
         use(python, tmp_path, forward="calls.forward", backward="calls.backward", **input, **options)
 
 
+# ---- the ring, which is used by several processes
+
+RING = "ring relay layout merge merge_kernels ranks/comm ranks/agree ranks/watch ranks/board ranks/note ranks/verdict"
+RING = {f"{stem}.py" for stem in RING.split()}
+# Two ranks, the second one a fork, because importing torch takes longer than the rest. Each makes three steps of SGD on
+# three matrices by the page's program, and beside them by torch's own attention.
+TRAIN = """
+import os, sys
+from datetime import timedelta
+sys.modules["steps"] = sys.modules["reference"] = None
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+store, program = sys.argv[1:]
+other = os.fork()
+rank = 0 if other else 1
+how = dict(rank=rank, world_size=2, timeout=timedelta(seconds=30))
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), **how)
+from lifted import bwd_3_tiled, fwd_3_tiled
+from lifted.layout import Layout
+
+S, H, D = 21, 2, 16
+torch.manual_seed(0)
+x, target, start = torch.randn(S, H * D), torch.randn(1, H, S, D), torch.randn(3, H * D, H * D) / (H * D) ** 0.5
+whole = Layout("zigzag", S, 2)
+
+def by_the_ring(q, k, v):
+    block = SimpleNamespace(forward=fwd_3_tiled.forward, backward=bwd_3_tiled.backward)
+    names = {"S": S, "q": q, "k": k, "v": v, "block": block}
+    exec(program, names)
+    return names["out"]
+
+def by_torch(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+def train(attend, x, target, ranks):
+    w, losses = start.clone().requires_grad_(), []
+    for _ in range(3):
+        q, k, v = (x @ one for one in w)
+        out = attend(*(y.view(-1, H, D).transpose(0, 1)[None].contiguous() for y in (q, k, v)))
+        loss = (out - target).square().sum() / S
+        gradient, = torch.autograd.grad(loss, w)
+        loss = loss.detach()
+        for sum in (gradient, loss) if ranks > 1 else ():
+            dist.all_reduce(sum)
+        losses.append(loss)
+        w = (w.detach() - 0.01 * gradient).requires_grad_()
+    return w.detach(), torch.stack(losses)
+
+got, losses = train(by_the_ring, whole.shard(x, rank), whole.shard(target, rank), 2)
+want, want_losses = train(by_torch, x, target, 1)
+torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=1e-5)
+assert losses[2] < losses[0] and not torch.equal(got, start)
+dist.barrier()
+dist.destroy_process_group()
+if other:
+    sys.exit(os.waitpid(other, 0)[1])
+"""
+
+
+def program_of_the_page():
+    """The page's program that makes the ring differentiable."""
+    (program,) = re.findall(r"```python\n(.*?)```", (STEPS / "README.md").read_text(), re.S)
+    return program
+
+
+def test_the_ring_trains_alone_on_two_ranks(tmp_path):
+    block = [f"step00_naive/{stem}.py" for stem in ("fwd_3_tiled", "bwd_3_tiled")]
+    copy([*(f"step04_ring/{file}" for file in RING), *block], tmp_path)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    command = [sys.executable, "-c", TRAIN, str(tmp_path / "store"), program_of_the_page()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_ring_s_files_name_the_files_that_they_need():
+    """Named are those that a file imports, and one of those that it is handed. With them the set is closed."""
+    named, closed = {}, {"ring.py"}
+    for file in RING:
+        text = (STEPS / "step04_ring" / file).read_text()
+        head = " ".join(text.split('"""')[1].split()).partition("Needs ")[2]
+        named[file] = {str(Path(file).parent / other) for other in re.findall(r"[\w/]+\.py", head)}
+        lines = re.findall(r"^ *from \.(\w*) import ([\w, ]+)", text, re.M)
+        imported = {name for other, names in lines for name in ([other] if other else names.split(", "))}
+        assert {str(Path(file).parent / f"{name}.py") for name in imported} <= named[file], file
+    for _ in RING:
+        closed = closed.union(*(named[file] for file in closed & RING))
+    assert closed == RING
+
+
+def test_the_page_names_the_files_of_the_ring():
+    assert names_on_the_page("ring.forward", whole=True) - {"step04_ring/"} == RING
+
+
 TRITON = {path.stem: path.read_text() for path in (STEPS / "step03_triton").glob("*.py")}
 HEADS = {stem: " ".join(text.split('"""')[1].split()) for stem, text in TRITON.items()}
 OF_THESE = "the files that they name"
@@ -186,11 +285,11 @@ def test_a_cuda_file_needs_no_other_than_ptx_cuh():
         assert set(re.findall(r'#include [<"](.+)[>"]', file.read_text())) <= {"ptx.cuh"}, file
 
 
-def names_on_the_page(call):
-    """The names of files and folders in the row of the page's table with this call."""
+def names_on_the_page(call, whole=False):
+    """The names of files and folders in the row of the page's table with this call. whole: as they stand there."""
     page = (STEPS / "README.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith("|") and f"`{call}(" in line]
-    return {Path(file).name for file in re.findall(r"`([^`]+)`", line.split("|")[2])}
+    return {file if whole else Path(file).name for file in re.findall(r"`([^`]+)`", line.split("|")[2])}
 
 
 @pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused", "03 tma"])

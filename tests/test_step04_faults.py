@@ -29,9 +29,11 @@ from typer.testing import CliRunner
 
 import steps.step04_ring as step04
 from steps import engine, step00_naive
-from steps.step04_ring import Layout, demo, environment, launch, watch
-from steps.step04_ring.comm import Comm
-from steps.step04_ring.side import Side
+from steps.step04_ring import Layout, demo, launch
+from steps.step04_ring.ranks import board, environment, verdict, watch
+from steps.step04_ring.ranks import note as note_module
+from steps.step04_ring.ranks.comm import Comm
+from steps.step04_ring.ranks.side import Side
 from support import faulty_rank
 
 ROOT = Path(__file__).parents[1]
@@ -81,10 +83,10 @@ def test_every_launcher_is_understood(environ, name):
 
 def test_whoever_judges_a_group_reads_its_members_twice(monkeypatch):
     for name, instead in {"SILENCE": 0, "differing": lambda *_: False, "verdict": lambda *_: "rank 3"}.items():
-        monkeypatch.setattr(watch, name, instead)
+        monkeypatch.setattr(board, name, instead)
     read = []
-    judge = SimpleNamespace(at_failure=dist.HashStore(), _read=read.append, _publish=lambda store: None)
-    assert watch.Watch._judge(judge, SimpleNamespace(name="two of four", members=(2, 3))) == "rank 3"
+    judge = SimpleNamespace(at_failure=dist.HashStore(), read=read.append, publish=lambda store: None)
+    assert board.Board._judge(judge, SimpleNamespace(name="two of four", members=(2, 3))) == "rank 3"
     assert read == [2, 3, 2, 3]
 
 
@@ -295,8 +297,8 @@ def published(*places, silent=(), raised=None, **calls):
     ],
 )
 def test_verdict(notes, line):
-    assert watch.verdict("g", *notes).startswith(line)
-    assert ("gradient" in watch.verdict("g", *notes)) == ("gradient" in line)
+    told = verdict.verdict("g", *notes)
+    assert told.startswith(line) and ("gradient" in told) == ("gradient" in line)
 
 
 # A device that is behind the calling thread, as with NCCL; its events here are made by hand.
@@ -335,8 +337,8 @@ def on_device(setattr, group):
     if group.__class__ is SimpleNamespace:
         setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
     setattr(dist, "get_backend", lambda *_: "nccl")
-    setattr(watch, "seconds", lambda _: 10.0 if group.__class__ is SimpleNamespace else 2.0)
-    return watch.Note(group)
+    setattr(note_module, "seconds", lambda _: 10.0 if group.__class__ is SimpleNamespace else 2.0)
+    return note_module.Note(group, SimpleNamespace(tell_failure=None))
 
 
 def test_a_note_says_where_the_device_is(note):
@@ -359,7 +361,7 @@ def one_hop(note):
 
 def test_a_device_is_stuck_in_an_exchange_and_not_in_what_it_computes_before(note, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(note_module.time, "monotonic", lambda: now[0])
     one_hop(note)
     assert not note.stuck()
     now[0] = 100.0
@@ -420,14 +422,16 @@ def test_whoever_hears_a_verdict_ends_when_all_have_heard_it(monkeypatch):
         happened.append(f"ends with {code}")
         raise RuntimeError  # as the store does for a publishing thread
 
-    monkeypatch.setattr(watch.time, "sleep", happened.append)
+    monkeypatch.setattr(board.time, "sleep", happened.append)
     monkeypatch.setattr(watch.os, "_exit", end)
     store = dist.HashStore()
     store.set("verdict g", "rank 2 died")
-    hearer = SimpleNamespace(store=store, notes={"g": None}, end_process=True, _tell=happened.append)
-    hearer._alive, hearer._publish = lambda: True, lambda store: None
+    here = SimpleNamespace(store=store, notes={"g": SimpleNamespace(name="g")}, publish=lambda store: None)
+    here.let_all_hear = partial(board.Board.let_all_hear, here)
+    hearer = SimpleNamespace(board=here, end_process=True, _tell=happened.append, _alive=lambda: True)
+    hearer._hear = partial(watch.Watch._hear, hearer)
     watch.Watch._publishing(hearer)
-    assert happened == ["rank 2 died", watch.SILENCE, "ends with 1"]
+    assert happened == ["rank 2 died", board.SILENCE, "ends with 1"]
 
 
 def wait_for_a_device(folder):
@@ -435,9 +439,9 @@ def wait_for_a_device(folder):
     if rank == 1:
         return  # its process goes on, and so does its publishing thread
     note = on_device(setattr, dist.group.WORLD)
-    watched.say, watched.notes[note.name] = (folder / str(rank)).write_text, note
+    watched.say, watched.board.notes[note.name] = (folder / str(rank)).write_text, note
     if rank == 0:  # only the guarding thread is left
-        watched.store = SimpleNamespace(set=gone)
+        watched.board.store = SimpleNamespace(set=gone)
         threading.Thread(target=watched._guarding, args=(note,), daemon=True).start()
     note.begin({}, b"", 0)
     Event.made[0].over = True
@@ -506,14 +510,14 @@ def test_over_nccl_a_signature_travels_with_the_first_hop():
 
 
 def differ_as_over_nccl():
-    init, exchange, exchanges = Comm.__init__, watch.exchange, []
+    init, exchange, exchanges = Comm.__init__, board.Board.exchange, []
 
     def as_over_nccl(self, group=None):
         init(self, group)
         self.through_host = False
 
     Comm.__init__ = as_over_nccl
-    watch.exchange = lambda *arguments, **options: exchanges.append(1) or exchange(*arguments, **options)
+    board.Board.exchange = lambda *arguments, **options: exchanges.append(1) or exchange(*arguments, **options)
     q, k, v = inputs(dist.get_rank(), 3, 12, "zigzag")
     numbers = []
     for layout in 3 * ("zigzag", "contiguous"):

@@ -29,10 +29,12 @@ from reference import cases, error
 from steps import engine
 from steps.course.workbook.case_on_ranks import PlainBlock, group_of, outputs
 from steps.course.workbook.edges import MERGES
-from steps.step04_ring import Layout, block, comm, demo, entry, launch, merge_kernels, side, strategies, watch
-from steps.step04_ring.agree import go_round
+from steps.step04_ring import Layout, block, demo, entry, launch, merge_kernels, plan, strategies
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
+from steps.step04_ring.ranks import comm, side, watch
+from steps.step04_ring.ranks.agree import go_round
+from steps.step04_ring.ranks.note import Note
 from support import races
 from support.contract_suite import Contract
 from support.ranks import (
@@ -44,6 +46,7 @@ from support.ranks import (
     shards,
 )
 
+FOLDER = Path(step04.__file__).parent
 FETCH = pytest.param("fetch", marks=ON_FETCH)
 
 
@@ -299,7 +302,7 @@ def test_where_a_block_has_raised_no_stale_number_passes_for_a_gradient(transpor
     want_out, lse, *want = both_passes(q, k, v, dout, **options)
     both_passes(q, k, v, 2 * dout, **options)  # whose gradients are left in the shared memory
     got = []
-    monkeypatch.setattr("steps.step04_ring.comm.Comm.together", lambda comm: contextlib.nullcontext())
+    monkeypatch.setattr("steps.step04_ring.ranks.comm.Comm.together", lambda comm: contextlib.nullcontext())
     for function, saved in ((step04.forward, (q, k, v)), (step04.backward, (dout, q, k, v, want_out, lse))):
         block = failing(PlainBlock, function.__name__, 1) if dist.get_rank() == 1 else PlainBlock
         with contextlib.suppress(MemoryError):
@@ -392,8 +395,8 @@ def test_stage_02_s_backward_on_slices(first, n):
 def asked_for(monkeypatch, **options):
     """What default_block is told of the GPU in a forward: [alone]."""
     told, x = [], torch.zeros(1, 1, 4, 8, device=engine.device)
-    monkeypatch.setattr(entry, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
-    monkeypatch.setattr(entry, "_kept", {})
+    monkeypatch.setattr(plan, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
+    monkeypatch.setattr(entry, "_cached", {})
     step04.forward(x, x, x, **options)
     return told
 
@@ -471,7 +474,7 @@ def test_in_a_graph_the_first_block_waits_for_the_first_barrier(monkeypatch):
 @in_every_rank
 def test_a_relay_notes_when_the_device_has_passed_each_hop(monkeypatch):
     notes, x = [], torch.ones(1, 1, 4, 8, device=engine.device)
-    monkeypatch.setattr(watch.Note, "passed", lambda note: notes.append(note.now))
+    monkeypatch.setattr(Note, "passed", lambda note: notes.append(note.now))
     step04.forward(x, x, x, S=16, transport="relay", block=PlainBlock)
     assert len(notes) == 1 + 3  # The first note is of the call's beginning.
 
@@ -545,13 +548,13 @@ def test_the_demo_under_torchrun():
     assert ("says nothing about GPUs" in done.stdout) == (engine.name == "cpu")
 
 
-@pytest.mark.skipif(engine.name == "cuda", reason="the numbers are of tensors, not of torch's allocator")
+@pytest.mark.skipif(engine.name == "cuda", reason="the demo then prints what torch's allocator says")
 def test_the_memory_of_a_rank_is_what_the_readme_says_for_any_number_of_ranks():
     line = next(line for line in on_ranks(demo.report, 512, 32, 4, False, "zigzag", "float32")[0] if "memory" in line)
-    shown = re.search(r"(\S+ MB) a rank beyond its inputs; one device: (\S+) MB", line)
-    readme = " ".join(Path(step04.__file__).with_name("README.md").read_text().split())
-    assert f"on a CPU {shown[1]} with `--dim 32` and `--seq 512 --gpus 4`, `--seq 1024 --gpus 8`" in readme
-    assert float(shown[2]) == round(4 * 512 * 4 * (4 * 32 + 1) / 1e6, 3), "out, dq, dk, dv and lse of four heads"
+    shown = re.search(r"(\S+ MB) a rank beyond its inputs, in the forward; one device: (\S+) MB", line)
+    readme = " ".join((FOLDER / "README.md").read_text().split())
+    assert f"in a forward {shown[1]} with `--dim 32` and `--seq 512 --gpus 4`, `--seq 1024 --gpus 8`" in readme
+    assert float(shown[2]) == round(4 * 512 * 4 * (32 + 1) / 1e6, 3), "out and lse of four heads"
     sizes = dict(B=1, H=4, Hk=4, D=32, e=4)
     held = {strategies.account.memory_bytes("ring", Layout("zigzag", 128 * N, N), 0, **sizes) for N in (4, 8, 16)}
     assert len(held) == 1
@@ -559,7 +562,7 @@ def test_the_memory_of_a_rank_is_what_the_readme_says_for_any_number_of_ranks():
 
 def check_messages():
     """What a rank prints that runs the README's check of messages."""
-    readme = Path(step04.__file__).with_name("README.md").read_text()
+    readme = (FOLDER / "README.md").read_text()
     (program,) = (text for text in re.findall(r"```python\n(.*?)```", readme, re.S) if "hop.py" in text)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(launch, "init", launch.message_device)  # The ranks of the tests have met already,
@@ -654,7 +657,8 @@ def test_on_gpus(N, what):
 
 
 def test_the_stage_imports_triton_and_its_blocks_only_where_they_run():
-    for path in set(Path(step04.__file__).parent.glob("*.py")) - {Path(demo.__file__), Path(merge_kernels.__file__)}:
+    files = {*FOLDER.glob("*.py"), *FOLDER.glob("ranks/*.py")}
+    for path in files - {Path(demo.__file__), Path(merge_kernels.__file__)}:
         imports = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom))
         assert not re.search("triton|step0[0-3]", " ".join(map(ast.unparse, imports))), path
 

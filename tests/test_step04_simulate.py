@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 
 from reference import error
 from steps import engine
-from steps.course.bench import rows
-from steps.course.figures import ring_tables
+from steps.course.bench import cost, rows
 from steps.course.workbook.case_on_ranks import PlainBlock
-from steps.step04_ring import Layout, simulate
+from steps.step04_ring import Layout, fitted, simulate
 from steps.step04_ring.dry_run import dry_run, sources
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.simulate import PASSES, TRANSPORTS, Machine, Shape, predict, read_flops, read_link, schedule
@@ -237,8 +236,8 @@ def test_scale_out_to_1024_ranks():
 
 def row(**changes):
     plain = dict(gpu="NVIDIA H200", n_gpus=1, layout=None, options={}, timing="interleaved", kernel="fwd_8_hopper")
-    plain |= dict(peer=None, dtype="bf16", B=1, Hk=32, N=4096, Nk=4096, D=128, causal=True, tflops=600.0, ms_median=1.0)
-    return plain | {"pass": "fwd"} | changes
+    plain |= dict(peer=None, dtype="bf16", B=1, H=32, Hk=32, N=4096, Nk=4096, D=128, causal=True, stage=None)
+    return plain | {"pass": "fwd", "tflops": 600.0, "ms_median": 1.0, "run": "r1", "date": "2026-01-01"} | changes
 
 
 def test_speeds_are_read_from_rows_and_interpolated():
@@ -265,10 +264,107 @@ def test_link_and_latency_are_read_from_rows_of_hops():
         read_link(hops[:1], "fetch")
 
 
+# The model with the numbers of rows, for a row of the ring: two GPUs over fetch at 32k, if nothing else is said.
+
+S = 2**15
+ALONE = 2 * 32 * S * S * 128 / 1e14  # seconds of a causal forward on one GPU, whose blocks have 100 TFLOP/s
+MEMORY = 4.8e12  # bytes/s
+OF_BLOCKS = [
+    row(N=S, Nk=S, causal=causal, tflops=100.0, **{"pass": pass_}) for causal in (False, True) for pass_ in PASSES
+]
+
+
+def of_hops(latency=1e-9, link=1e15):
+    hop = dict(peer="copy", kernel=None, n_gpus=2, H=1, Hk=1, **{"pass": "copy"})
+    some = itertools.product(TRANSPORTS, (2**4, 2**14, 2**20))
+    seconds = {n: latency + n * 128 * 2 / link for n in (2**4, 2**14, 2**20)}
+    return [row(**hop, options={"transport": t}, N=n, Nk=n, ms_median=1e3 * seconds[n]) for t, n in some]
+
+
+def of_the_ring(ms=1.0, pass_="fwd", **more):
+    plain = dict(kernel="ring+fetch", n_gpus=2, layout="zigzag", N=S, Nk=S, ms_median=ms)
+    return row(**{**plain, "pass": pass_, **more})
+
+
+def predicted(like, *more, blocks=OF_BLOCKS, hops=None):
+    return fitted.predicted([*blocks, *(of_hops() if hops is None else hops), *more], like, MEMORY)
+
+
+FORWARD, BOTH = of_the_ring(), of_the_ring(pass_="fwd+bwd")
+
+
+def test_a_prediction_is_that_of_blocks_hops_memory_and_launches():
+    merged = 3 * 32 * (S // 2) * 128 * 2 / MEMORY  # two parts of out read and one written
+    small = [row(stage="02_fa2_cuda", options={"feature": "small call"}, host_us=us) for us in (5.0, 9.0)]
+    assert predicted(FORWARD, *small) == pytest.approx(ALONE / 2 + merged + 8 * 5e-6)
+    assert predicted(BOTH, *small) == pytest.approx(3.5 * ALONE / 2, rel=0.02)
+
+
+def test_nothing_is_predicted_from_other_blocks_than_the_ring_s():
+    def changed(passes=("fwd", "bwd"), **more):
+        return [one | more if one["pass"] in passes else one for one in OF_BLOCKS]
+
+    another = dict(gpu="NVIDIA H100 80GB HBM3")
+    for blocks, is_known in (
+        (changed(("bwd",), kernel="fwd_0_fused"), (True, False)),  # a forward needs no backward's blocks
+        ([], (False, False)),
+        (changed(**another), (False, False)),
+        (changed(date="2999-01-01"), (False, False)),  # the ring may have had other kernels when it was measured
+        (changed(("fwd",), date="2999-01-01"), (False, False)),
+        (OF_BLOCKS + changed(date="2999-01-01", **another), (True, True)),  # another GPU's days do not count
+    ):
+        assert tuple(predicted(ring, blocks=blocks) is not None for ring in (FORWARD, BOTH)) == is_known, blocks
+    assert predicted(FORWARD, hops=[]) is None
+
+
+def test_blocks_are_as_fast_as_one_gpu_at_this_size_while_all_compute():
+    """Half as fast as alone. Of three races the median counts; other heads, lengths and masks are other sizes."""
+    one = dict(n_gpus=2, N=S, Nk=S)
+    both = row(**one, kernel="fwd_8_hopper+bwd_3_hopper", ms_median=12e3 * ALONE, **{"pass": "fwd+bwd"})
+    races = [both, *(row(**one, ms_median=1e3 * x * ALONE) for x in (1, 2, 9))]
+    races += [row(**one | other) for other in ({"causal": False}, {"Hk": 8}, {"N": 2**13, "Nk": 2**13})]
+    assert fitted.beside_others([*races, FORWARD, BOTH], BOTH) == pytest.approx({"fwd": 2 * ALONE, "bwd": 10 * ALONE})
+    assert predicted(FORWARD, *races) - predicted(FORWARD) == pytest.approx(ALONE / 2)
+    assert predicted(BOTH, *races) - predicted(BOTH) == pytest.approx((1 + 7.5) * ALONE / 2)
+    assert fitted.beside_others(OF_BLOCKS, FORWARD) == {}
+
+
+def test_what_a_profiler_has_not_seen_hidden_is_added():
+    """Hops of 16 ms a shard of K and V, which a block of 22 ms hides. Of these a quarter was hidden."""
+    relay = of_the_ring(kernel="ring+relay")
+    other = [FORWARD | {"hidden": 0.9}, relay | {"hidden": 0.9, "n_gpus": 4}]
+    traced = relay | {"hidden": 0.25}
+    hops = of_hops(1e-6, 2**28 / 16e-3)
+    before, after = (predicted(relay, *more, hops=hops) for more in (other, [traced, *other]))
+    assert 1e3 * (after - before) == pytest.approx(0.75 * 16, abs=0.2)
+    both = traced | {"pass": "fwd+bwd", "hidden": 0.8}
+    assert fitted.hidden([traced, both, *other], relay) == {"fwd": 0.25, "bwd": 0.8}
+
+
+def test_the_price_of_the_order_is_measured_in_the_ring():
+    """At the nearest length; the forward may be of another run."""
+    any_order = dict(pass_="fwd+bwd", options={"deterministic": False})
+    long = dict(N=2**17, Nk=2**17)
+    changes = [
+        of_the_ring(7.0, run="r0"), of_the_ring(32.0, "fwd+bwd"), of_the_ring(27.0, **any_order),
+        of_the_ring(7.5, run="r2", **any_order),  # no order beside it
+        of_the_ring(99.0, "fwd+bwd", kernel="ring+relay"),
+        of_the_ring(10.0, **long), of_the_ring(70.0, "fwd+bwd", **long), of_the_ring(50.0, **any_order, **long),
+    ]  # fmt: skip
+    for like, price in (
+        (FORWARD, 25 / 20), (of_the_ring(N=2**13, Nk=2**13), 25 / 20), (of_the_ring(**long), 60 / 40),
+        (of_the_ring(n_gpus=4), 1), (of_the_ring(Hk=8), 1), (of_the_ring(layout="contiguous"), 1),
+    ):  # fmt: skip
+        assert fitted.price_of_the_order(changes, like) == pytest.approx(price), like
+    assert fitted.price_of_the_order(changes[1:], FORWARD) == pytest.approx(60 / 40)  # without a forward at 32k
+    assert fitted.price_of_the_order(changes[:2], FORWARD) == 1.0
+    assert fitted.machine_of([*OF_BLOCKS, *of_hops(), *changes], FORWARD, MEMORY).ordered == pytest.approx(25 / 20)
+
+
 def rings_of(recorded):
     """The causal zigzag rings among the rows that the model can predict."""
-    rings = [row for row in recorded if row["kernel"] in ring_tables.RINGS and row["layout"] == "zigzag"]
-    rings = ring_tables.of_fullest_run(
+    rings = [row for row in recorded if row["kernel"] in fitted.RINGS and row["layout"] == "zigzag"]
+    rings = fitted.of_fullest_run(
         [row for row in rings if row["causal"] and not row["options"] and row["H"] == 32]
     )
     with_hops = {row["gpu"] for row in recorded if row["peer"] == rows.COPY}  # whose links were measured
@@ -284,9 +380,10 @@ def test_the_model_is_within_a_tenth_of_what_was_measured():
     off, known = {}, {}
     assert 1e-6 < simulate.read_launch(recorded) < 1e-4
     for row in rings:
-        at = row["n_gpus"], row["pass"], row["N"], row["Hk"], ring_tables.RINGS[row["kernel"]]
+        at = row["n_gpus"], row["pass"], row["N"], row["Hk"], fitted.RINGS[row["kernel"]]
         apart = at[0] == 4 and row["N"] == 2**15 and (row["pass"] != "fwd" or at[3:] == (32, "relay"))
-        if seconds := ring_tables.predicted(recorded, row):
+        memory = 1e12 * cost.GPUS[row["gpu"]].bandwidth
+        if seconds := fitted.predicted(recorded, row, memory):
             (known if apart else off)[at] = seconds / (1e-3 * row["ms_median"]) - 1
     told = "\n".join(f"{x:+.1%} {at}" for at, x in sorted(off.items(), key=lambda one: one[1]))
     assert off and max(map(abs, off.values())) < 0.1, told

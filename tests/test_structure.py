@@ -18,7 +18,10 @@ TIES = {
     "step01_fa1_numba": {"__init__.py"},
     "step02_fa2_cuda": {"__init__.py"},
     "step03_triton": {"__init__.py", "functions.py", "options.py"},
-    "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py", "account.py", "block.py", "in_your_model.py"},
+    "step04_ring": {
+        "__init__.py", "entry.py", "autograd.py", "block.py", "launch.py", "demo.py", "one_device.py",
+        "in_your_model.py",
+    },  # fmt: skip
 }
 # What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
 # as OTHER_STAGES says.
@@ -48,7 +51,9 @@ OTHER_STAGES = {
 SHARED_NAMES = {
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
+    "plan": "what a call does, decided once for its shapes and options",
     "ring": "stage 04's loop, and what measures it",
+    "verdict": "what is wrong, and whose fault it is: of a function, and of ranks that wait",
     "workbook": "the exercises, and the place from which sheets of an earlier version import them",
 }
 

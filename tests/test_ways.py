@@ -1,4 +1,7 @@
-"""The way of a repeated public call to its launcher: few files, and no return to one that was left."""
+"""The way of a public call to its launcher, or in the ring to its block: few files, and no return to one that was left.
+
+A repeated call's way is asked of the stages 00 to 03, and of the ring that of a call whose shapes are new.
+"""
 
 import sys
 from pathlib import Path
@@ -6,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps import catalogue, engine
+from steps import catalogue, engine, step00_naive
 
 STEPS = f"{Path(catalogue.__file__).parent}/"
 BESIDE = "checks.py", "engine.py"
@@ -64,3 +67,48 @@ def test_a_repeated_call_goes_straight_to_its_launcher(number, name, options):
     for way in found:
         files = [file for file in way if not file.startswith(LAUNCHERS)]
         assert way[-1].startswith(LAUNCHERS) and len(files) == len(set(files)) <= 3, " > ".join(way)
+
+
+def first_way(call, ends, stage):
+    """The files of a stage that a call enters, one after the other, until it enters a file that begins with `ends`.
+
+    Two calls in a row of functions of the same file are one entry.
+    """
+    found, ended = [], []
+
+    def watch(frame, event, _):
+        file = frame.f_code.co_filename.removeprefix(STEPS)
+        if event == "call" and file.startswith(ends):
+            ended.append(file)
+            sys.setprofile(None)
+        elif event == "call" and file.startswith(stage) and found[-1:] != [file]:
+            found.append(file)
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert ended
+    return found
+
+
+@pytest.mark.parametrize("name", ["forward", "attention"])
+@pytest.mark.parametrize("given", [True, False], ids=["with S", "without S"])
+@pytest.mark.parametrize("own_block", [True, False], ids=["own block", "default block"])
+def test_the_first_call_of_a_ring_goes_straight_to_its_block(name, given, own_block):
+    """Of one rank without a process group. Only the loops in ring.py go on between two entries of another file."""
+    if reason := not own_block and catalogue.unavailable("03"):
+        pytest.skip(reason)
+    stage, n = catalogue.stage("04"), 17 + 4 * given + 2 * own_block + (name == "forward")
+    q, k, v = torch.randn(3, 1, 1, n, 32, device=engine.device)
+    options = {"S": n} if given else {}
+    if own_block:
+        options["block"] = step00_naive
+    else:
+        stage.forward(q[..., :8, :], k[..., :8, :], v[..., :8, :])  # imports the block
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    ends = "step00_naive/" if own_block else ("step02_fa2_cuda/", "step03_triton/")
+    way = first_way(lambda: getattr(stage, name)(*leaves, causal=True, **options), ends, "step04_ring/")
+    once = [file for file in way if file != "step04_ring/ring.py"]
+    assert len(set(way)) <= 8 and len(once) == len(set(once)), " > ".join(way)

@@ -190,7 +190,7 @@ print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 # | [5] a block: any kernel that gives (out, lse) | the argument `block` |
 # | [6–8] merge | `merge.py`: `merge` |
 #
-# In the function, `src` is the rank whose keys have come, and `work_of` says which of them the causal mask lets us see.
+# In the function, `src` is the rank whose keys have come, and `work` says which of them the causal mask lets us see.
 # The six tokens go through it in two processes:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -282,7 +282,7 @@ n04x_deeper.timeline("zigzag")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 04.3: which part each rank computes
 #
-# Write the table behind `work_of`: which of rank me's q queries see which of rank src's k keys, and whether there is a
+# Write the table behind `work`: which of rank me's q queries see which of rank src's k keys, and whether there is a
 # diagonal. The figure of 8 positions has the answer for q = k = 2.
 
 # %% slideshow={"slide_type": "fragment"}

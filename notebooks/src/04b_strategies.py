@@ -157,7 +157,7 @@ for name in ("query_parallel", "ring", "star", "ulysses"):
 #
 # **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order; two streams run beside
 # each other. The blocks are in torch's current stream, copies and barrier in a second one, the *side*
-# ([`side.py`](../steps/step04_ring/side.py)). Between streams only an **event** keeps an order: one stream notes it, the
+# ([`side.py`](../steps/step04_ring/ranks/side.py)). Between streams only an **event** keeps an order: one stream notes it, the
 # other waits for it. `lead` lets the block wait until its K and V have been copied; `follow` lets the copy into a buffer
 # wait until a block has read what was there. Without one of them the results are wrong now and then, and nothing
 # complains. So a test leaves out each wait in turn, and looks for two accesses to the same bytes that no event orders.

@@ -77,7 +77,7 @@ for rounds, name in names.items():
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. Bytes and memory of four strategies
 #
-# This section needs 04b's table of who sends what. `account.py` has the formulas, and what two real ranks send equals them
+# This section needs 04b's table of who sends what. `account.py` has the formulas, and what four real ranks send equals them
 # to the byte. So they may be asked about sizes that no CPU can run: four ranks with 32k tokens, a layer with H = 32 and
 # D = 128 in bfloat16.
 
@@ -272,5 +272,5 @@ figures.what_ranks_say(lambda: four_ranks.run(call, x, x, x))
 figures.what_ranks_say(lambda: launch.Ranks(2).run(partial(forward, S=9), x, x, x))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Try it.** ★ (15 minutes) Let rank 1 sleep instead: `steps/step04_ring/watch.py` says how a rank that is slow is told
+# **Try it.** ★ (15 minutes) Let rank 1 sleep instead: `steps/step04_ring/ranks/watch.py` says how a rank that is slow is told
 # from one that hangs.

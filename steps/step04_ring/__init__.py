@@ -11,9 +11,10 @@ Notebooks: notebooks/04a_ring.ipynb and 04b_strategies.ipynb. Tests: tests/test_
 Demo: python -m steps.step04_ring.demo.
 """
 
-from .comm import RingError
 from .entry import SUPPORTS, attention, backward, forward
 from .layout import Layout
+from .ranks import launch
+from .ranks.comm import RingError
 
 ring_attention = attention  # the name that other libraries use
-__all__ = ["SUPPORTS", "Layout", "RingError", "attention", "backward", "forward", "ring_attention"]
+__all__ = ["SUPPORTS", "Layout", "RingError", "attention", "backward", "forward", "launch", "ring_attention"]

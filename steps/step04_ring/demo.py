@@ -5,13 +5,14 @@
     torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo --seq 2048
     python -m steps.step04_ring.demo --strategy star                     time, bytes and memory of one strategy
 
-Memory is the most that forward and backward hold at a time beyond their inputs: on a GPU what torch's allocator says,
-which does not count what fetch shares; on a CPU the bytes of their tensors, with a block that computes nothing.
+Memory is the most that is held at a time beyond the inputs. On a GPU it is that of forward and backward, as torch's
+allocator says, which does not count what fetch shares; on a CPU that of the forward, by the formulas of account.py.
 Without a GPU the ranks are processes over gloo that share the CPU, and stage 00's tiles in plain torch compute a block,
 because Triton's interpreter would take minutes. For the comparison every rank also computes the whole sequence alone.
 """
 
 import os
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,8 +22,9 @@ import typer
 
 from steps import engine
 from steps.step00_naive import bwd_3_tiled, fwd_3_tiled
-from steps.step04_ring import SUPPORTS, Layout, environment, forward, launch, ring_attention, strategies
-from steps.step04_ring.strategies import account
+from steps.step04_ring import SUPPORTS, Layout, forward, launch, ring_attention, strategies
+from steps.step04_ring.ranks import environment
+from steps.step04_ring.strategies import account, one_device
 
 INTERPRETED = 256  # so many positions in 16 bits Triton's interpreter computes within some seconds
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -101,7 +103,7 @@ def report(seq, dim, heads, causal, layout, dtype):
     shape, kind = (1, heads, seq, dim), getattr(torch, dtype)
     q, k, v, dout = (torch.randn(shape, generator=random).to(engine.device, kind) for _ in range(4))
 
-    def alone(block=block):
+    def alone():
         out, lse = block.forward(q, k, v, causal=causal)
         return out, lse, *block.backward(dout, q, k, v, out, lse, causal=causal)
 
@@ -109,20 +111,24 @@ def report(seq, dim, heads, causal, layout, dtype):
     mine = [whole.shard(x, rank) for x in (q, k, v, dout)]
     options = dict(causal=causal, layout=layout, block=block, S=seq)
 
-    def together(block=block):
+    def together():
         leaves = [x.detach().requires_grad_() for x in mine[:3]]
-        out = ring_attention(*leaves, **options | {"block": block})
+        out = ring_attention(*leaves, **options)
         out.backward(mine[3])
         return out.detach(), *(x.grad for x in leaves)
 
     if rank == 0:  # timed while the other ranks wait; these need only the result
-        single_seconds, want = account.timed(alone)
-        single_bytes = account.held(alone, block, (q, k, v, dout))
+        single_seconds, want = timed(alone)
+        single_bytes = allocated(alone) if engine.name == "cuda" else want[0].nbytes + want[1].nbytes
     dist.barrier()
     if rank != 0:
         want = alone()
-    ring_seconds, (out, *grads) = account.timed(together, dist.barrier)
-    ring_bytes = account.held(together, block, mine)
+    ring_seconds, (out, *grads) = timed(together, dist.barrier)
+    sizes = dict(B=1, H=heads, Hk=heads, D=dim, e=kind.itemsize)
+    if engine.name == "cuda":
+        ring_bytes = allocated(together)
+    else:
+        ring_bytes = account.memory_bytes("ring", Layout(layout, seq, ranks, causal), rank, **sizes)
     got = (out, forward(*mine[:3], **options)[1], *grads)
     shards = [whole.shard(x, rank, dim=2) for x in want]
     pairs = (a.float() - b.float() for a, b in zip(got, shards, strict=True))
@@ -134,6 +140,7 @@ def report(seq, dim, heads, causal, layout, dtype):
         return []
     ring_seconds, ring_bytes, *largest = (max(column) for column in zip(*everyone, strict=True))
     listed = ", ".join(f"{name} {x:.1e}" for name, x in zip(NAMES, largest, strict=True))
+    memory = f"{ring_bytes / 1e6:9.3f} MB a rank beyond its inputs" + ", in the forward" * (engine.name == "cpu")
     cores = f"    ({os.cpu_count()} CPU cores)" if engine.name == "cpu" else ""
     threads = torch.get_num_threads()
     return [
@@ -144,7 +151,7 @@ def report(seq, dim, heads, causal, layout, dtype):
         f"ring         {1e3 * ring_seconds:9.1f} ms   (slowest rank)",
         f"speed-up     {single_seconds / ring_seconds:9.2f} x{cores}",
         *([EXPECTED] if engine.name == "cpu" else []),
-        f"memory       {ring_bytes / 1e6:9.3f} MB a rank beyond its inputs; one device: {single_bytes / 1e6:.3f} MB",
+        f"memory       {memory}; one device: {single_bytes / 1e6:.3f} MB",
         f"largest differences to one device: {listed}",
     ]
 
@@ -152,10 +159,67 @@ def report(seq, dim, heads, causal, layout, dtype):
 def report_strategy(strategy, seq, dim, heads, causal, layout, dtype):
     """What one rank does with --strategy; returns the lines to print."""
     kind, (block, block_name) = getattr(torch, dtype), choose_block(dtype)
-    attention = strategies.load(strategy)
-    lines = account.report(strategy, attention, block, seq, heads, heads, dim, causal, layout, kind)
-    line = account.differences(attention, seq, heads, heads, dim, causal, layout, kind, block=block)
-    return [f"{engine.describe()}, block {block_name}", *lines, line]
+    attention, N = strategies.load(strategy), dist.get_world_size()
+    whole = Layout(layout, seq, N, causal)
+    inputs = one_device.random_inputs(seq, heads, heads, dim, kind, engine.device)
+    mine = [whole.shard(x, dist.get_rank()) for x in inputs]
+    options = dict(causal=causal, layout=layout, S=seq, block=block)
+
+    def forward():
+        with torch.no_grad():
+            return attention(*mine[:3], **options)
+
+    def both():
+        return one_device.passes(attention, *mine, **options)
+
+    seconds, has_backward = [timed(call, dist.barrier)[0] for call in (forward, both)], len(both()) > 1
+    everyone = [None] * N
+    dist.all_gather_object(everyone, seconds)
+    ms, ms_both = (1e3 * max(column) for column in zip(*everyone, strict=True))
+    sizes = dict(B=1, H=heads, Hk=heads, D=dim, e=kind.itemsize)
+    sent = [account.sent_bytes(strategy, whole, rank, **sizes) for rank in range(N)]
+    held = max(account.memory_bytes(strategy, whole, rank, **sizes) for rank in range(N))
+    line = one_device.differences(attention, seq, heads, heads, dim, causal, layout, kind, block=block)
+    return [
+        f"{engine.describe()}, block {block_name}",
+        f"{strategy}, {layout}, {N} ranks, S {seq}, H {heads}, D {dim}, {'causal' if causal else 'not causal'}",
+        f"forward             {ms:9.2f} ms (slowest rank)",
+        f"forward + backward  {ms_both:9.2f} ms" if has_backward else "no backward",
+        f"sent, forward       {max(there for there, _ in sent) / 1e6:9.3f} MB a rank",
+        *([f"sent, backward      {max(back for _, back in sent) / 1e6:9.3f} MB a rank"] if has_backward else []),
+        f"memory, forward     {held / 1e6:9.3f} MB a rank beyond its inputs",
+        line,
+    ]
+
+
+def timed(call, before=lambda: None):
+    """(the fewest seconds that one of two calls took, the result), after one call to warm up.
+
+    before: is called before each timed call.
+    """
+    result, seconds = call(), []
+    for _ in range(2):
+        before()
+        synchronize()
+        start = time.perf_counter()
+        result = call()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), result
+
+
+def synchronize():
+    """Waits for the GPU. A kernel launch returns before the kernel has finished, so the clock must not be read yet."""
+    if engine.name == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated(call):
+    """Bytes that the call holds on a GPU at its peak beyond its inputs; its result is among them."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def choose_block(dtype):

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The stage's public functions: the contract's checks, the agreement of the ranks, and autograd around the ring.
+"""The stage's public functions. A call is checked, agreed on by all ranks, planned, and then computed:
 
-What depends only on shapes and options is decided once and kept: at 8k tokens a forward takes two H200 about half a
-millisecond, and the host must not think for longer.
+    check        what this rank finds by itself: wrong arguments, or its part of the work
+    agree        the ranks compare their calls (ranks/agree.py)
+    make         which block computes, and how K and V travel (plan.py)
+    the passes   ring.py's loops, and autograd around them (autograd.py)
+
+The plan depends only on shapes and options, and is cached: at 8k tokens a forward takes two H200 about half a
+millisecond, and the host may not take longer.
 """
 
 import atexit
@@ -12,15 +17,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from steps import checks, contract, engine
+from steps import checks, engine
 
-from . import ring, side, watch
-from .agree import agree, agree_again
-from .block import default_block
-from .comm import Comm
-from .fetch import Fetch
+from . import autograd
 from .layout import LAYOUTS, Layout
-from .relay import Relay
+from .plan import Mine, make
+from .ranks.agree import agree
+from .ranks.comm import comm_of
 
 SUPPORTS = {
     "stage": "step04_ring",
@@ -84,7 +87,7 @@ def forward(
     if lacking:
         checks.refuse("step04_ring", "forward", lacking)
     call = Call(causal, scale, tile, rung, layout, group, block, S, transport)
-    out, lse, _ = _forward(q, k, v, _plan(call, q, k, v))
+    out, lse, _ = autograd.forward(plan_of(call, q, k, v), q, k, v)
     return out, lse
 
 
@@ -102,10 +105,8 @@ def backward(
     if lacking:
         checks.refuse("step04_ring", "backward", lacking)
     call = Call(causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
-    plan = _plan(call, q, k, v, (dout, out, lse))
-    with plan["comm"].together(), torch.no_grad(), contract.no_autocast(q):
-        kv = plan["transport"].fetch_next(*map(contract.as_4d, (k, v)))
-        return _backward(dout, q, k, v, kv, out, lse, plan)
+    plan = plan_of(call, q, k, v, (dout, out, lse))
+    return autograd.backward(plan, dout, q, k, v, out, lse)
 
 
 @uncompiled
@@ -124,43 +125,7 @@ def attention(
         checks.refuse("step04_ring", "attention", lacking)
     checks.check_derivatives(q, k, v)
     call = Call(causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
-    return _Attention.apply(q, k, v, _plan(call, q, k, v))
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, plan):
-        out, lse, kv = _forward(q, k, v, plan)
-        out = contract.apart(out)
-        own = (k, v) if plan["transport"].keeps_own else (None, None)
-        ctx.save_for_backward(q, *own, kv, out, lse)
-        ctx.plan, ctx.shape = plan, k.shape
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        agree_again(ctx.plan["comm"], watch.BACKWARD)
-        with ctx.plan["comm"].together(), torch.no_grad(), contract.no_autocast(dout):
-            dq, dk, dv = _backward(dout, *ctx.saved_tensors, ctx.plan)
-        return dq, dk.reshape(ctx.shape), dv.reshape(ctx.shape), None
-
-
-def _forward(q, k, v, plan):
-    with plan["comm"].together(), torch.no_grad(), contract.no_autocast(q):
-        out, lse, kv = ring.forward(*map(contract.as_4d, (q, k, v)), **plan)
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1]), kv
-
-
-def _backward(dout, q, k, v, kv, out, lse, plan):
-    """(dq, dk, dv); k and v may be None where the transport keeps only kv, and dk and dv then have four dimensions."""
-    lse = contract.as_4d(lse.unsqueeze(-1)).squeeze(-1)
-    dout, q_4d, out = map(contract.as_4d, (dout, q, out))
-    own = None if k is None else tuple(map(contract.as_4d, (k, v)))
-    dq, dk, dv = ring.backward(dout, q_4d, kv, out, lse, own=own, **plan)
-    if k is not None:
-        dk, dv = dk.reshape(k.shape), dv.reshape(v.shape)
-    return dq.reshape(q.shape), dk, dv
+    return autograd.Attention.apply(q, k, v, plan_of(call, q, k, v))
 
 
 @dataclass(frozen=True)
@@ -185,100 +150,61 @@ class Call:
         return self.group if given else dist.group.WORLD
 
     def key(self, *tensors):
-        """All that the plan of the call with these tensors depends on. An error if one of them is no tensor."""
+        """All that the plan of the call with these tensors depends on; None if one of them is no tensor, say."""
         options = self.causal, self.scale, self.tile, self.rung, self.layout, self.S, self.transport, self.deterministic
-        kinds = tuple((type(x), x.dtype, x.device, x.layout, x.shape) for x in tensors)
-        return options, tuple(map(type, options)), self.among, id(self.block), kinds
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """A call whose arguments this rank has found right. alike: what all ranks must have alike; plan: of `_plan`."""
-
-    comm: Comm
-    alike: dict
-    scale: float
-    plan: dict  # filled once the ranks have agreed
-
-
-_kept = {}  # {the key of a call: its _Checked}
-# A process group's threads need Python when it is deleted, so that Python must not end with a group that is kept here.
-atexit.register(_kept.clear)
-
-
-def _plan(call, q, k, v, saved=()):
-    """The keyword arguments of the two loops in ring.py.
-
-    Checks this rank's arguments first, and then that the arguments of all ranks fit together.
-    """
-    problem = None
-    try:
-        key = call.key(q, k, v, *saved)
-        checked = _kept.get(key)
-    except (TypeError, AttributeError, RuntimeError):  # One of them is not what it should be, which _check will say.
-        key = checked = None
-    if checked is None:
-        comm, alike, scale = Comm(call.among), {}, None
         try:
-            alike, scale = _check(call, q, k, v, saved)
-            if call.S is not None:  # Here the rank can tell by itself; it raises after the others have heard of it.
-                check_length(comm, Layout(call.layout, call.S, comm.size), q.shape[-2])
-        except (TypeError, ValueError, NotImplementedError) as error:
-            problem = error
-        checked = _Checked(comm, alike, scale, {})
-    size = q.shape[-2] if problem is None else None
-    sizes = agree(checked.comm, checked.alike, size, always=call.S is None, problem=problem)
-    if call.S is None or not checked.plan:
-        plan = _agreed_plan(call, checked, sizes, q)
-        if key is None or call.S is None:
-            return plan
-        if len(_kept) >= 1000:
-            _kept.clear()
-        checked.plan.update(plan)
-        _kept[key] = checked
-    return checked.plan
+            kinds = tuple((type(x), x.dtype, x.device, x.layout, x.shape) for x in tensors)
+            key = options, tuple(map(type, options)), self.among, id(self.block), kinds
+            hash(key)
+        except (TypeError, AttributeError, RuntimeError):  # One of them is not what it should be, which `check` says.
+            return None
+        return key
 
 
-def _check(call, q, k, v, saved):
-    """(what all ranks must have alike, the scale); raises for what this rank finds wrong by itself."""
-    checks.check_flag("deterministic", call.deterministic)
-    checks.pick({"ring": (forward, backward)}, SUPPORTS, call.rung, 0, q)
-    tile = call.tile if call.block is None else None  # a block that the caller passes checks its own tiles
-    scale, _ = checks.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), call.causal, call.scale, tile)
-    if saved:
-        checks.check_saved(q, *saved)
-    Layout(call.layout, 0, 1)
-    S, transport = call.S, call.transport
-    if not (S is None or isinstance(S, int) and S >= 0):
-        raise ValueError(f"S must be the length of the whole sequence, an integer >= 0, or None; got {S!r}.")
-    if transport not in (None, *SUPPORTS["transports"]):
-        names = ", ".join(map(repr, SUPPORTS["transports"]))
-        raise ValueError(f"transport must be {names}, or None for the faster one that can be used; got {transport!r}.")
-    alike = {"function": "backward" if saved else "forward"}
-    alike |= {f"shape of {name}": (*x.shape[:-2], "n", x.shape[-1]) for name, x in (("q", q), ("k", k))}
-    alike |= {"dtype": str(q.dtype), "causal": call.causal, "scale": scale, "layout": call.layout, "S": S}
-    return alike | {"transport": transport}, scale
+_cached = {}  # {the key of a call that gives S: its Plan}
+# A process group's threads need Python when it is deleted, so that Python must not end with a group that is cached.
+atexit.register(_cached.clear)
 
 
-def check_length(comm, whole, size, sizes=None):
-    """Raises if this rank's length, or the lengths of all ranks where they are known, do not fit the layout."""
-    expected = [whole.size(rank) for rank in range(comm.size)]
-    if expected != (sizes or expected) or expected[comm.rank] != size:
-        raise ValueError(
-            f"the {whole.kind} shards of S = {whole.S} on {comm.size} ranks have {expected} positions; "
-            f"got {sizes or size}. Cut them with Layout({whole.kind!r}, {whole.S}, {comm.size}).shard(x, rank)."
-        )
+def plan_of(call, q, k, v, saved=()):
+    """The Plan of a call. One that gives S is checked and planned once; the ranks agree at every call."""
+    key = call.key(q, k, v, *saved)
+    known = _cached.get(key)
+    mine = known.mine if known else check(call, q, k, v, saved)
+    sizes = agree(mine.comm, mine.alike, mine.size, call.S is None, mine.problem) if mine.comm.size > 1 else [mine.size]
+    plan = known or make(call, mine, sizes, q)
+    if not known and key and call.S is not None:
+        if len(_cached) >= 1000:
+            _cached.clear()
+        _cached[key] = plan
+    return plan
 
 
-def _agreed_plan(call, checked, sizes, q):
-    """The plan of a call that all ranks make. sizes: each rank's length, or None if they have agreed on it before."""
-    comm = checked.comm
-    whole = Layout(call.layout, sum(sizes) if call.S is None else call.S, comm.size, call.causal)
-    check_length(comm, whole, q.shape[-2], sizes)
-    beside = side.side_of(comm, q.device, call.transport)
-    transport = Relay(whole, comm) if beside is None else Fetch(whole, comm, beside)
-    block = call.block
-    if block is None:
-        block = default_block(q, tile=call.tile, alone=comm.size == 1)
-    plan = {"layout": whole, "comm": comm, "block": block, "transport": transport, "scale": checked.scale}
-    return plan if call.tile is None else plan | {"tile": call.tile}
+def check(call, q, k, v, saved):
+    """What this rank finds of the call. A problem is raised after the other ranks have heard of it."""
+    comm, layout, work = comm_of(call.group), None, None
+    try:
+        checks.check_flag("deterministic", call.deterministic)
+        checks.pick({"ring": (forward, backward)}, SUPPORTS, call.rung, 0, q)
+        tile = call.tile if call.block is None else None  # a block that the caller passes checks its own tiles
+        scale, _ = checks.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), call.causal, call.scale, tile)
+        if saved:
+            checks.check_saved(q, *saved)
+        checks.check_shared(SUPPORTS, call.S, call.transport)
+        if call.layout not in LAYOUTS:
+            Layout(call.layout, 0, 1)  # raises, and says which there are
+        if call.S is not None:
+            layout = Layout(call.layout, call.S, comm.size, call.causal)
+            work = layout.share(comm.rank, q.shape[-2])
+    except (TypeError, ValueError, NotImplementedError) as problem:
+        if comm.size == 1:
+            raise
+        return Mine(comm, problem)
+    alike = {
+        "function": "backward" if saved else "forward",
+        "shape of q": (*q.shape[:-2], "n", q.shape[-1]),  # n may differ from rank to rank
+        "shape of k": (*k.shape[:-2], "n", k.shape[-1]),
+        "dtype": str(q.dtype),
+        "causal": call.causal, "scale": scale, "layout": call.layout, "S": call.S, "transport": call.transport,
+    }  # fmt: skip
+    return Mine(comm, None, q.shape[-2], alike, scale, layout, work)

@@ -14,7 +14,7 @@ sum is bit-equal from run to run.
 
 What it gives up: all ranks are on one host, each with a GPU of its own. torch.distributed._symmetric_memory is alpha
 and may change. The N - 1 slots grow with the sequence, where the sums of the relay do not. Do not use it across hosts,
-or on many ranks with little memory. Multicast is never used. Needs layout.py, merge.py and side.py.
+or on many ranks with little memory. Multicast is never used. Needs layout.py, merge.py and ranks/side.py.
 """
 
 import math

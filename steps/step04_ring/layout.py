@@ -79,6 +79,20 @@ class Layout:
             return None
         return slice(q_start, q_stop), slice(k_start, k_stop), causal
 
+    def share(self, me, size, sizes=None):
+        """[self.work(me, src) for each rank src]: all that rank `me` computes. size, sizes: as for `check`."""
+        self.check(me, size, sizes)
+        return [self.work(me, src) for src in range(self.N)]
+
+    def check(self, me, size, sizes=None):
+        """Raises ValueError if the length of rank me's shard does not fit, or of those of all ranks, if given, one."""
+        expected = [self.size(rank) for rank in range(self.N)]
+        if expected != (sizes or expected) or expected[me] != size:
+            raise ValueError(
+                f"the {self.kind} shards of S = {self.S} on {self.N} ranks have {expected} positions; "
+                f"got {sizes or size}. Cut them with Layout({self.kind!r}, {self.S}, {self.N}).shard(x, rank)."
+            )
+
 
 def visible_part(kind, me, src, q, k, early_q, early_k):
     """(q_start, q_stop, k_start, k_stop, causal): which of rank me's q queries see which of rank src's k keys.

@@ -15,6 +15,7 @@ also Triton and merge_kernels.py.
 """
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,31 +31,31 @@ def merge(out, lse, out_block, lse_block):
     lse.copy_(lse_new)
 
 
+@dataclass
 class Parts:
     """The results of blocks, each over other keys, for the queries q (B, H, n, D) or a range of them."""
 
-    def __init__(self, q):
-        self.shape, self.dtype, self.device = q.shape, q.dtype, q.device
-        self.parts = []  # (rows, out, lse)
+    q: torch.Tensor
+    parts: list = field(default_factory=list)  # of (rows, out, lse)
 
     def add(self, rows, out, lse):
         """Takes (out, lse) of the queries in the slice `rows`, whose step is 1."""
         if len(self.parts) == MOST:
-            self.parts = [(slice(0, self.shape[-2]), *self.merged(torch.float32))]
+            self.parts = [(slice(0, self.q.shape[-2]), *self.merged(torch.float32))]
         self.parts.append((rows, out, lse))
 
     def merged(self, dtype=None):
         """(out, lse) over all keys: out in the dtype of q or in another one, lse float32."""
-        dtype = dtype or self.dtype
-        if KERNELS and self.parts and self.device.type == "cuda":
+        shape, dtype = self.q.shape, dtype or self.q.dtype
+        if KERNELS and self.parts and self.q.is_cuda:
             from . import merge_kernels
 
             _, out, lse = self.parts[0]
-            if len(self.parts) == 1 and out.shape == self.shape and out.dtype == dtype:
+            if len(self.parts) == 1 and out.shape == shape and out.dtype == dtype:
                 return out, lse
-            return merge_kernels.merge(self.parts, self.shape, dtype)
-        out = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
-        lse = torch.full(self.shape[:-1], -math.inf, dtype=torch.float32, device=self.device)
+            return merge_kernels.merge(self.parts, shape, dtype)
+        out = torch.zeros(shape, dtype=torch.float32, device=self.q.device)
+        lse = torch.full(shape[:-1], -math.inf, dtype=torch.float32, device=self.q.device)
         for rows, *part in self.parts:
             merge(out[..., rows, :], lse[..., rows], *part)
         return out.to(dtype), lse

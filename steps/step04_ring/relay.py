@@ -7,28 +7,29 @@
 The idea: only neighbours talk, so that it works wherever messages can be sent: gloo, NCCL, several hosts. The backward
 begins with the K and V of rank + 1 and runs in the opposite direction. The sums of dK and dV therefore arrive at their
 own rank during the last block, where zhuzilin's ring waits for one more hop. They travel in float32: rounded to
-bfloat16 at every hop, their error would grow with the number of ranks. Needs comm.py, layout.py and merge.py.
+bfloat16 at every hop, their error would grow with the number of ranks. Needs layout.py, merge.py and ranks/comm.py.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from .layout import work_of
+from .layout import Layout, work_of
 from .merge import add
 
 
+@dataclass(frozen=True)
 class Relay:
     """The hops of calls with one layout on one ring. Stateless, so that calls may be nested."""
 
+    layout: Layout
+    comm: object  # a Comm, or Alone
     keeps_own = False  # K and V of the own rank come back at the end of the backward
-
-    def __init__(self, layout, comm):
-        self.layout, self.comm = layout, comm
 
     def forward(self, k, v):
         """Yields (src, kv) for src = rank, rank - 1, ..., rank + 1: whose keys these are, and kv (2, B, Hk, n, D)."""
-        return self._travel(torch.stack((k, v)), self.comm.rank, towards=1)  # one message, not two
+        yield from self._travel(torch.stack((k, v)), self.comm.rank, towards=1)  # one message, not two
 
     def backward(self, kv, own=None):
         """A Return trip over (src, kv) for src = rank + 1, rank + 2, ..., rank, which takes each step's dK and dV."""

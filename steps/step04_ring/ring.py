@@ -13,11 +13,11 @@ With messages between neighbours the forward is this loop. relay.py and fetch.py
         if step + 1 < N:
             arrival = receive(from=rank - 1)                  # the next K, V; they travel during the block
             send(K, V, to=rank + 1)
-        out, lse = merge(out, lse, *block(q, K, V, which part: work_of(layout, rank, src)))
+        out, lse = merge(out, lse, *block(q, K, V, which part: work[src]))
         K, V = wait(arrival)
 
 The idea: a rank's memory holds 2 / N of all K and V, and the next K and V arrive while the block is computed. The
-loops are the same for every layout, whose `work` says which part of a block has to be computed, and for the transports:
+loops are the same for every layout, which makes the list `work`, and for both transports:
 
     relay   K, V travel from neighbour to neighbour, and the sums of dK, dV with them (relay.py)
     fetch   each rank copies K, V from the memory of their owner, and dK, dV into it (fetch.py)
@@ -28,7 +28,7 @@ The backward starts with the K and V that the forward ended with and ends with t
 
 P = exp(S - lse) with the lse of the whole row is right in any block, and so is delta = rowsum(dO * O) with the whole
 row's O. The sums out, lse, dq, dK and dV are float32. A block that computes in bfloat16 returns its part of out and of
-the gradients rounded. Needs layout.py, merge.py, relay.py, comm.py, and a block: any object with the two functions
+the gradients rounded. Needs merge.py, a transport such as relay.py, and a block, any object with the two functions
 
     forward(q, k, v, *, causal, scale) -> (out, lse)
     backward(dout, q, k, v, out, lse, *, causal, scale) -> (dq, dk, dv)
@@ -44,39 +44,39 @@ import contextlib
 
 import torch
 
-from .layout import work_of
 from .merge import Parts
-from .relay import Relay
 
 
-def forward(q, k, v, *, layout, comm, block, transport=None, **options):
+def forward(q, k, v, *, work, block, transport, **options):
     """(out, lse, kv) of this rank's shard: q (B, H, n, D), k and v (B, Hk, n, D); lse (B, H, n).
 
+    work: for each rank src what this rank computes with its keys, (rows of q, rows of k, causal), or None for nothing:
+    layout.share(rank, n). transport: Relay(layout, comm) or Fetch(layout, comm, side).
     kv (2, B, Hk, n', D) holds the k and v of the last step, which are the next rank's; the backward begins with them.
     It is None where they were not needed, and so not fetched. options (scale, ...) are passed to the block.
     """
-    with to_the_end((transport or Relay(layout, comm)).forward(k, v)) as steps:
-        parts = Parts(q)
+    parts = Parts(q)
+    with to_the_end(transport.forward(k, v)) as steps:
         for src, kv in steps:
-            if work := work_of(layout, comm.rank, src):
-                rows, keys, causal = work
+            if work[src]:
+                rows, keys, causal = work[src]
                 k_part, v_part = (x[..., keys, :] for x in kv)
                 parts.add(rows, *block.forward(q[..., rows, :], k_part, v_part, causal=causal, **options))
         return *parts.merged(), kv
 
 
-def backward(dout, q, kv, out, lse, *, layout, comm, block, transport=None, own=None, **options):
+def backward(dout, q, kv, out, lse, *, work, block, transport, own=None, **options):
     """(dq, dk, dv) of this rank's shard; kv, out and lse as `forward` returned them.
 
     own: this rank's (k, v), which a transport needs that does not bring them back.
     """
     gradients = block if hasattr(block, "delta") else InOneCall(block)
-    trip = (transport or Relay(layout, comm)).backward(kv, own)
+    trip = transport.backward(kv, own)
     with to_the_end(trip) as steps:
         sums = gradients.delta(dout, q, out, lse, **options)
         for src, kv in steps:
-            if work := work_of(layout, comm.rank, src):
-                rows, keys, causal = work
+            if work[src]:
+                rows, keys, causal = work[src]
                 k_part, v_part = (x[..., keys, :] for x in kv)
                 trip.give(src, keys, *gradients.backward_into(sums, rows, k_part, v_part, causal=causal))
         return gradients.dq(sums).to(q.dtype), *trip.total()

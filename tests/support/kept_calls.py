@@ -230,7 +230,7 @@ def of_parts(stage, rung):
 def caches():
     """{a name: the dictionary}, of everything that keeps calls."""
     found = {f"contract {n}": x.kept for n, x in enumerate(gc.get_objects()) if type(x) is contract.Calls}
-    found["ring"] = catalogue.stage("04").entry._kept
+    found["ring"] = catalogue.stage("04").entry._cached
     for number in ("02", "03"):
         package = None if catalogue.unavailable(number) else catalogue.stage(number)
         for one in pkgutil.iter_modules(package.__path__) if package else ():

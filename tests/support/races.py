@@ -14,7 +14,7 @@ from collections import defaultdict
 import torch
 
 from steps.step04_ring import fetch, ring
-from steps.step04_ring.side import Side
+from steps.step04_ring.ranks.side import Side
 
 
 class Log:
@@ -169,7 +169,8 @@ def run(layout, monkeypatch, calls=2, without=None):
             q, k, v = torch.empty(3, 1, 1, layout.size(rank), 2)
             kept_alive += q, k, v
             log.add(("computation", rank), [], [q, k, v])
-            options = dict(layout=layout, comm=comm, block=block, transport=transport, scale=1.0)
+            work = layout.share(rank, layout.size(rank))
+            options = dict(work=work, block=block, transport=transport, scale=1.0)
             out, lse, kv = ring.forward(q, k, v, **options)
             kept_alive += out, lse, kv
             kept_alive += ring.backward(out, q, kv, out, lse, own=(k, v), **options)

@@ -215,11 +215,13 @@ def read_record(kind, gpu="NVIDIA H200", folder=COMMITTED):
 # --- what is stale ------------------------------------------------------------------------------------------
 
 # A ring is handed these: its exchanges, its stream for copies, and the block.
-ALSO = {("04_ring", "ring"): ("block", "comm", "side")}
+ALSO = {("04_ring", "ring"): ("block", "ranks/comm", "ranks/side")}
 # These are not followed. Some start ranks, compare their calls (of comm.py and entry.py a strategy uses no more), watch
-# them and count what they cost. ring.py imports relay.py for calls that name no transport, but a row names it:
-# "ring+relay" or "ring+fetch". replay.py launches the kernels of stage 03, while the GPU computes.
-NOT_FOLLOWED = ("account.py", "agree.py", "comm.py", "entry.py", "launch.py", "watch.py", "relay.py", "replay.py")
+# them and count what they cost. A row of the ring names its transport, "ring+relay" or "ring+fetch". replay.py launches
+# the kernels of stage 03, while the GPU computes.
+NOT_FOLLOWED = (
+    "account.py", "one_device.py", "agree.py", "comm.py", "entry.py", "launch.py", "watch.py", "relay.py", "replay.py",
+)  # fmt: skip
 _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 # A string or character literal, which is kept because it may contain // or /*; or a comment, which is dropped.
 _COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)

@@ -6,6 +6,9 @@ import timeit
 from unittest.mock import patch
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from reference import cases, error, mutants
 from steps import engine
@@ -14,7 +17,6 @@ from steps.course.figures.picture import pictured
 from steps.course.figures.plots import FAINT, INK, OPERAND, SEEN, cells, subplots, visited_tiles
 from steps.course.workbook import exercises
 from steps.step00_naive import fwd_3_tiled
-from steps.step04_ring.strategies.account import Watched
 
 torch.set_num_threads(1)  # The tensors of notebooks 00 and 01 are small: they are faster on one thread.
 
@@ -43,10 +45,38 @@ def soft_lookup(names, Q, K, V):
     return fig
 
 
+class Held(TorchDispatchMode):
+    """The bytes that the new tensors of a call under this mode `held` at most at one time."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.held = 0
+        self.alive = {x.untyped_storage()._cdata: (StorageWeakRef(x.untyped_storage()), 0) for x in inputs}
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # otherwise the first operator imports what torch.compile needs, for two seconds
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes():  # A view's storage is there already.
+                storage = x.untyped_storage()
+                known = self.alive.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.held = max(self.held, self.held_now())
+        return result
+
+    def held_now(self):
+        self.alive = {key: known for key, known in self.alive.items() if not known[0].expired()}
+        return sum(size for _, size in self.alive.values())
+
+
 def peak_bytes(forward, N):
     """The most bytes that forward(q, k, v) uses at once beyond its inputs, for one head of N tokens, d = 64."""
     qkv = torch.randn(3, 1, 1, N, 64)
-    with Watched(qkv) as memory:
+    with Held(qkv) as memory:
         forward(*qkv)
     return memory.held
 

@@ -33,5 +33,5 @@ def what_ranks_say(run):
         run()
     except launch.RankError as problem:
         for line in str(problem).partition("\nrank ")[0].splitlines():
-            line = line.replace("steps.step04_ring.comm.", "").split(". Rank ")[0].split(". Cut ")[0]
+            line = line.replace("steps.step04_ring.ranks.comm.", "").split(". Rank ")[0].split(". Cut ")[0]
             print(textwrap.fill(line, 87, subsequent_indent="    "))

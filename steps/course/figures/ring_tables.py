@@ -1,27 +1,22 @@
-"""What was recorded of the causal ring on several GPUs: tables of text, a picture of a call, and simulate.py's model.
+"""What was recorded of the causal ring on several GPUs: tables of text, and a picture of a call.
 
 A table is a list of lines, which are lists of words, the first line its head. Of each size, the lines that compute the
 same are of one run: of several runs that with most rows there.
 """
 
 import functools
-import math
-import statistics
 import textwrap
-from collections import Counter
-from dataclasses import replace
 
 from steps.course.bench import cost, report, ring
-from steps.course.bench.rows import COPY, code_hash, fresh, read, read_record
+from steps.course.bench.rows import code_hash, fresh, read, read_record
 from steps.course.figures import measured
 from steps.course.figures.picture import picture
 from steps.course.figures.plots import COLOURS, GREYS, boxes, subplots
-from steps.step04_ring import simulate
+from steps.step04_ring import fitted
+from steps.step04_ring.fitted import RINGS, of_fullest_run, size
 from steps.step04_ring.layout import Layout
 from steps.step04_ring.strategies import account
 
-RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
-BLOCKS = "fwd_8_hopper", "bwd_3_hopper"  # the kernels of stage 02 that compute a ring's blocks
 ONE = "one GPU"
 ASKED = {"deterministic": {True: ", in order", False: ", any order"}, "graph": {True: ", in a graph"}}
 
@@ -47,20 +42,6 @@ def shown(name, rows):
     if not lines:
         return "Not recorded yet. `python -m steps.course.bench ring` measures it on two GPUs or more."
     return "\n".join([*report.in_text(lines), "", textwrap.fill(note, 87)])
-
-
-def size(row):
-    """What two rows have in common that may be compared."""
-    return tuple(row[name] for name in ("gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"))
-
-
-def of_fullest_run(rows):
-    """The rows of each size that were measured in the run with most of them; of equal runs the last one counts."""
-    counts, best = Counter((size(row), row["run"]) for row in rows), {}
-    for (where, run), count in counts.items():
-        if count >= counts[where, best.get(where)]:
-            best[where] = run
-    return [row for row in rows if best[size(row)] == row["run"]]
 
 
 def who(row):
@@ -182,82 +163,10 @@ def predictions(rows):
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and not row["options"]]
     # The sizes at which one GPU took turns with the ring. Shorter ones wait for the host, which the model hardly knows.
     plain = [row for row in plain if row["H"] == 32 and row["N"] >= 2**15]
-    plain = [row | {"model": predicted(rows, row)} for row in of_fullest_run(plain)]
+    memory = {gpu: 1e12 * cost.GPUS[gpu].bandwidth for gpu in {row["gpu"] for row in plain}}
+    plain = [row | {"model": fitted.predicted(rows, row, memory[row["gpu"]])} for row in of_fullest_run(plain)]
     return by_size([row for row in plain if row["model"]],
                    lambda row: f"{ms(row)} ({1e3 * row['model'] / row['ms_median'] - 1:+.0%})")  # fmt: skip
-
-
-def predicted(rows, row):
-    """The model's seconds for a row of the ring; None where it lacks the rows of a block's speed or of hops.
-
-    And None for a ring measured on an earlier day than its blocks' speed: its blocks may not have been these kernels.
-    """
-    machine, passes = machine_of(rows, row), row["pass"].split("+")
-    if not machine or not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
-        return None
-    blocks = [one for one in rows if one["gpu"] == row["gpu"] and one["n_gpus"] == 1 and one["kernel"] in BLOCKS]
-    if any(row["date"] < min(one["date"] for one in blocks if one["pass"] == pass_) for pass_ in passes):
-        return None
-    layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
-    shape = simulate.Shape(row["B"], row["H"], row["Hk"], row["D"])
-    shares, together, seconds = hidden(rows, row), beside_others(rows, row), 0.0
-    for pass_ in passes:
-        alone = machine.block(shape, row["N"], row["N"], row["causal"], pass_)
-        slower = dict.fromkeys(range(row["n_gpus"]), together.get(pass_, alone) / alone)
-        how = layout, shape, replace(machine, slow=slower), RINGS[row["kernel"]], pass_
-        beside, after = (simulate.schedule(*how, overlap=overlap).seconds for overlap in (True, False))
-        seconds += after + shares.get(pass_, 1.0) * (beside - after)
-    return seconds
-
-
-def beside_others(rows, like):
-    """{pass: seconds of one GPU for the whole sequence, while all GPUs compute}, at this row's size.
-
-    Clocks are lower then, and blocks with few K/V heads slower, than where the speed of a block was measured.
-    """
-    ms = {"fwd": [], "fwd+bwd": []}
-    for row in (row for row in rows if size(row | {"pass": like["pass"]}) == size(like) and who(row) == ONE):
-        ms[row["pass"]].append(row["ms_median"])
-    forward, both = (1e-3 * statistics.median(some) if some else None for some in ms.values())
-    return ({"fwd": forward} if forward else {}) | ({"bwd": both - forward} if both else {})
-
-
-def hidden(rows, like):
-    """{pass: share of the moving that the profiler has seen hidden}; forward + backward counts as the backward's."""
-    same = [row for row in rows if all(row[name] == like[name] for name in ("gpu", "n_gpus", "kernel"))]
-    return {row["pass"].removeprefix("fwd+"): row["hidden"] for row in same if "hidden" in row}
-
-
-def machine_of(rows, like):
-    """The simulate.Machine of a ring's GPUs and transport; None if its blocks or hops were not measured."""
-    gpu = like["gpu"]
-    rows = [row for row in rows if row["gpu"] == gpu]
-    # Between two of more GPUs a hop takes the same time: through the switch each pair has its full bandwidth.
-    hops = of_fullest_run([row for row in rows if row["peer"] == COPY])
-    try:
-        speeds = simulate.read_flops(rows, gpu=gpu, kernels=BLOCKS), *simulate.read_link(hops, RINGS[like["kernel"]])
-    except ValueError:  # there are no rows: the code has changed since it was measured
-        return None
-    memory, launch = 1e12 * cost.GPUS[gpu].bandwidth, simulate.read_launch(rows)
-    return simulate.Machine(*speeds, memory=memory, launch=launch, ordered=price_of_the_order(rows, like))
-
-
-def price_of_the_order(rows, like):
-    """How much longer a backward takes that adds to dQ in a fixed order; 1 if no ring was measured both ways.
-
-    It is measured over fetch with as many GPUs and K/V heads, at the nearest length.
-    """
-    at_its_size = {name: like[name] for name in ("N", "Nk", "pass")}
-    alike = [row for row in rows if (row["kernel"], row["layout"]) == ("ring+fetch", like["layout"])]
-    alike = [row for row in alike if size(row | at_its_size) == size(like)]
-    ms = {(row["pass"], row["N"], row["run"]): row["ms_median"] for row in alike if not row["options"]}
-    forward = {N: x for (pass_, N, _), x in ms.items() if pass_ == "fwd"}
-    prices = {}
-    for row in (row for row in alike if row["options"] == {"deterministic": False} and row["N"] in forward):
-        in_order, in_any_order, before = ms.get(("fwd+bwd", row["N"], row["run"])), row["ms_median"], forward[row["N"]]
-        if in_order:
-            prices[row["N"]] = (in_order - before) / (in_any_order - before)
-    return prices[min(prices, key=lambda N: abs(math.log(N / like["N"])))] if prices else 1.0
 
 
 TABLES = {

@@ -19,9 +19,9 @@ from importlib import import_module
 
 from steps import checks
 from steps.contract import no_autocast
-from steps.step04_ring.agree import agree
-from steps.step04_ring.comm import Comm
 from steps.step04_ring.entry import SUPPORTS
+from steps.step04_ring.ranks.agree import agree
+from steps.step04_ring.ranks.comm import comm_of
 
 LESSONS = {
     "query_parallel": "lesson_3_query_parallel", "star": "lesson_4_star", "ulysses": "lesson_5_ulysses",
@@ -69,7 +69,7 @@ def _checked(strategy, q, k, v, **options):
             if q.ndim != 4:
                 raise ValueError(f"{strategy} takes q (B, H, n, D), k and v (B, Hk, n, D); got q {tuple(q.shape)}.")
     except (TypeError, ValueError, NotImplementedError) as problem:  # The other ranks have to hear of it.
-        agree(Comm(options.get("group")), {"strategy": strategy}, None, problem=problem)
+        agree(comm_of(options.get("group")), {"strategy": strategy}, None, problem=problem)
     if strategy == "ring":
         return attend(q, k, v, **options)
     with no_autocast(q):

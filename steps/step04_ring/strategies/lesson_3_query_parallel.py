@@ -12,8 +12,8 @@ with cu_seqlens. The price is memory: K and V of all ranks on each of them.
 import torch
 
 from steps.step04_ring import launch
-from steps.step04_ring.strategies.account import differences
 from steps.step04_ring.strategies.cuts import cut
+from steps.step04_ring.strategies.one_device import differences
 from steps.step04_ring.strategies.team import Differentiable, Team
 
 

@@ -13,8 +13,8 @@ import torch
 from steps.step04_ring import launch
 from steps.step04_ring.block import default_block
 from steps.step04_ring.merge import Parts
-from steps.step04_ring.strategies.account import differences
 from steps.step04_ring.strategies.cuts import few_queries
+from steps.step04_ring.strategies.one_device import differences
 from steps.step04_ring.strategies.team import Team, needs_gradient
 
 NOTHING = slice(0, 0), slice(0, 0), False

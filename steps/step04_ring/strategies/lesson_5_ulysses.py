@@ -12,7 +12,7 @@ Ulysses (2309.14509).
 import torch
 
 from steps.step04_ring import launch
-from steps.step04_ring.strategies.account import differences
+from steps.step04_ring.strategies.one_device import differences
 from steps.step04_ring.strategies.team import Differentiable, Team
 
 

@@ -13,7 +13,7 @@ many, N - 1 messages too small for the link's full rate can make it slower than 
 
 from steps.step04_ring import attention as ring_attention
 from steps.step04_ring import launch
-from steps.step04_ring.strategies.account import differences
+from steps.step04_ring.strategies.one_device import differences
 
 
 def attention(q, k, v, **options):

@@ -6,7 +6,7 @@
 
 Both take shards that differ in length by one or two. Without a process group the team has one rank. All ranks must make
 the same call, as in the ring; agree.py compares them. Left out: a name for the culprit when a rank fails after that,
-which is the work of the stage's own ring. Needs agree.py, comm.py, layout.py and block.py.
+which is the work of the stage's own ring. Needs block.py, layout.py, ranks/agree.py and ranks/comm.py.
 """
 
 import operator
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from steps.step04_ring import agree, watch
 from steps.step04_ring.block import default_block
-from steps.step04_ring.comm import Comm
-from steps.step04_ring.entry import check_length
 from steps.step04_ring.layout import Layout
+from steps.step04_ring.ranks import agree
+from steps.step04_ring.ranks.comm import comm_of
+from steps.step04_ring.ranks.verdict import BACKWARD
 
 
 class Team:
@@ -36,7 +36,7 @@ class Team:
         self, q, k, *, strategy="", causal=False, layout="zigzag", S=None, group=None, block=None, problem=None,
         replicated=False, **others
     ):  # fmt: skip
-        self.comm = Comm(group)
+        self.comm = comm_of(group)
         self.group, self.rank, self.size = group, self.comm.rank, self.comm.size
         packed, n = others.get("cu_seqlens"), k.shape[-2]
         shapes = {"q": q.shape[-2] if replicated else "n", "k": "n"}  # n may differ from rank to rank
@@ -47,19 +47,19 @@ class Team:
             if packed is not None:
                 call["cu_seqlens"] = integers("cu_seqlens", packed)
             if S is not None:
-                check_length(self.comm, Layout(layout, S, self.size), n)
+                Layout(layout, S, self.size).check(self.rank, n)
         except (TypeError, ValueError) as error:
             problem = problem or error
         sizes = self._agree(call, n, k.device, always=S is None, problem=problem)
         self.layout = Layout(layout, sum(sizes) if S is None else S, self.size, causal)
-        check_length(self.comm, self.layout, n, sizes)
+        self.layout.check(self.rank, n, sizes)
         if block is None and packed is not None:
             from steps import step03_triton as block  # imported only here, because it takes Triton
         self.block = block or default_block(q)
 
     def agree_on_backward(self, device):
         """Compares the call again, now that autograd makes the rest of it."""
-        self._agree(self.comm.arguments | {"function": watch.BACKWARD}, 0, device)
+        self._agree(self.comm.arguments | {"function": BACKWARD}, 0, device)
 
     def _agree(self, call, n, device, **how):
         """Each rank's n. Over NCCL None for a call that was agreed on before, which the devices compare."""

@@ -3,8 +3,7 @@
 
 A hop is one message sent and one message received, posted together. No rank has to receive before its neighbour can
 send, so the hop cannot deadlock. It is posted before the computation that hides it, and waited for afterwards. Ranks
-here are ranks of the process group, which need not be the world. Without a process group the ring has one rank and
-makes no hop.
+here are ranks of the process group, which need not be the world. Without a process group the ring is Alone.
 
     NCCL   the two messages are one kernel on a stream of its own; wait() makes the current stream wait, not the host
     gloo   two messages over sockets; wait() blocks the host. GPU tensors pass through host memory, so that several
@@ -27,18 +26,29 @@ class RingError(RuntimeError):
     """An exchange failed or timed out; the message names the rank that caused it, and what this rank was doing."""
 
 
+class Alone:
+    """The ring of a process that has no process group, or is the only one in it: it sends nothing."""
+
+    rank, size = 0, 1
+    together = contextlib.nullcontext  # There is no other rank that has to hear what this one raises.
+
+
+def comm_of(group=None):
+    """A process group as a ring (None: the default group): a Comm, or Alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError(
+                "group needs torch.distributed: call steps.step04_ring.launch.init() first, or leave group out."
+            )
+        return Alone()
+    return Alone() if dist.get_world_size(group) == 1 else Comm(group)
+
+
 class Comm:
-    """A process group as a ring (None: the default group). This process is rank `rank` of `size`."""
+    """A process group of two or more ranks as a ring. This process is rank `rank` of `size`."""
 
     def __init__(self, group=None):
-        self.rank, self.size = 0, 1
         self.arguments = {}  # of the call, which agree sets
-        if not (dist.is_available() and dist.is_initialized()):
-            if group is not None:
-                raise ValueError(
-                    "group needs torch.distributed: call steps.step04_ring.launch.init() first, or leave group out."
-                )
-            return
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
@@ -46,8 +56,7 @@ class Comm:
                 f"rank {dist.get_rank()} is not in the group that it passed; only the group's members may call."
             )
         self.through_host = dist.get_backend(self.group) == "gloo"
-        if self.size > 1:
-            self.note = watch.note(self.group)
+        self.note = watch.note(self.group)
 
     def post(self, x, shape, towards):
         """Starts to send x (contiguous) to rank + towards and to receive `shape` from rank - towards; returns the Hop.
@@ -89,12 +98,11 @@ class Comm:
         except RingError:
             raise
         except BaseException as raised:
-            if self.size > 1:
-                self.note.failed(raised)
-            if self.size == 1 or not isinstance(raised, Exception):
+            self.note.failed(raised)
+            if not isinstance(raised, Exception):
                 raise
             error = raised
-        if self.size > 1 and self.through_host:
+        if self.through_host:
             _, failed = agree.go_round(self, self.note.signature, int(error is not None))
             if any(failed):
                 found = [None] * self.size

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from steps import engine
 
 from . import environment, watch
+from .board import answered
 
 _ME = uuid.uuid4().hex  # tells two processes apart that were given the same rank
 
@@ -85,11 +86,11 @@ def _meet(place, timeout):
     at, end = f"{place.address}:{place.port}", time.monotonic() + timeout
     keeps = place.rank == 0 and not _agent()
     try:
-        watch.answered(lambda: socket.getaddrinfo(place.address, place.port), timeout)
+        answered(lambda: socket.getaddrinfo(place.address, place.port), timeout)
         if not keeps:
             _knock(place, end)
-        store = watch.answered(lambda: _store(place, keeps, timeout), end - time.monotonic())
-        watch.answered(lambda: _come(store, place, end - time.monotonic()), timeout)
+        store = answered(lambda: _store(place, keeps, timeout), end - time.monotonic())
+        answered(lambda: _come(store, place, end - time.monotonic()), timeout)
         return store
     except socket.gaierror as error:
         problem = f"cannot find the host in MASTER_ADDR, {place.address!r}: {error.strerror}"

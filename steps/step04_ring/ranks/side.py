@@ -35,7 +35,7 @@ def side_of(comm, device, transport=None):
     transport: "relay", "fetch", or None for fetch where it runs on GPUs. Collective at a group's first call. Raises
     ValueError on every rank where "fetch" was asked for and cannot be.
     """
-    if transport == "relay" or comm.size == 1 or (transport is None and device.type == "cpu"):
+    if transport == "relay" or (transport is None and device.type == "cpu"):
         return None
     known = _sides.setdefault(comm.group, {})
     if device not in known:

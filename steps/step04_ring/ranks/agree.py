@@ -10,7 +10,8 @@
 The idea: the size and order of every message follow from the arguments, so that ranks whose arguments differ hang, or
 return wrong numbers without an error. Compared is the whole call: shapes, dtype, options, and the function, because the
 messages of a rank that left a call out fit, too. Having agreed on a call once is not enough: two ranks may be in two
-calls that all have agreed on. But with NCCL no host waits for the comparison then. Needs watch.py.
+calls that all have agreed on. But with NCCL no host waits for the comparison then.
+Needs verdict.py.
 """
 
 import functools
@@ -22,7 +23,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from . import watch
+from .verdict import BACKWARD, NO_BACKWARD
 
 _known = weakref.WeakKeyDictionary()  # process group -> {signature: number} of the calls compared through the store
 
@@ -50,10 +51,10 @@ def agree(comm, call, size, always=False, problem=None):
         return None
     text = json.dumps([{name: str(value) for name, value in call.items()}, size, problem and describe(problem)])
     with comm.explained("comparing the arguments of all ranks"):
-        everyone = watch.exchange(comm.note, text, wait=not problem)
+        everyone = comm.note.board.exchange(comm.note, text, wait=not problem)
     if problem:
         raise problem
-    calls, sizes, problems = zip(*everyone, strict=True)
+    calls, sizes, problems = zip(*map(json.loads, everyone), strict=True)
     for rank, found in enumerate(problems):
         if found:
             raise ValueError(f"rank {rank} of the ring was given what it does not take. {found}")
@@ -61,15 +62,16 @@ def agree(comm, call, size, always=False, problem=None):
         if len({theirs.get(name) for theirs in calls}) > 1:
             found = [theirs.get(name) for theirs in calls]
             values = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(found))
-            why = f" Perhaps a rank is without one: {watch.NO_BACKWARD}." * (watch.BACKWARD in found)
+            why = f" Perhaps a rank is without one: {NO_BACKWARD}." * (BACKWARD in found)
             raise ValueError(f"every rank of the ring must pass the same {name}; got {values}.{why}")
     comm.note.number = known.setdefault(mine, len(known))  # The ranks compare together, so that they count alike.
     return list(sizes)
 
 
-def agree_again(comm, function):
+def agree_again(comm):
     """`agree` on the call that `comm` was made for, which goes on in another function: the backward of autograd."""
-    agree(comm, comm.arguments | {"function": function}, 0)
+    if comm.size > 1:
+        agree(comm, comm.arguments | {"function": BACKWARD}, 0)
 
 
 @functools.lru_cache(maxsize=1000)
