@@ -35,7 +35,7 @@ def key_of(tensors, options):
     Returns None, so that nothing is cached, for fake tensors, subclasses of Tensor and options that can change.
     """
     try:
-        key = [(name, x, type(x) if type(x) in CONSTANT else types_in(x)) for name, x in options.items()]
+        key = [(name, types_in(x), tuple(x) if type(x) is list else x) for name, x in options.items()]
         for x in tensors:
             if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
                 address = x.data_ptr()
@@ -54,13 +54,16 @@ def key_of(tensors, options):
 
 
 def types_in(x):
-    """The type of a number, or those of the numbers in a tuple, because (1.0, 1) == (True, 1).
+    """The type of an option, or those of the numbers in a pair, because (1.0, 1) == (True, 1).
 
     Raises TypeError for what can change. A tensor may be an option, such as first_query: it equals itself, and has the
     same hash, also after its number has changed.
     """
-    types = tuple(map(type, x)) if type(x) is tuple else (type(x),)
+    if type(x) in CONSTANT:
+        return type(x)
+    types = tuple(map(type, x)) if isinstance(x, (tuple, list)) else (type(x),)
     for kind in types:
-        if kind not in CONSTANT and not issubclass(kind, numbers.Number):
+        frozen = getattr(kind, "__dataclass_params__", None)
+        if kind not in CONSTANT and not issubclass(kind, numbers.Number) and not (frozen and frozen.frozen):
             raise TypeError
     return types

@@ -204,55 +204,58 @@ class Stage:
         key = key_of((q, k, v, *named.values()), options)
         key = key and (*key, gradient, draws, *named)
         call = self.forwards.get(key)
-        is_first = call is None
-        if is_first:
+        is_new = call is None
+        if is_new:
             call = self.first_forward(q, k, v, options, named, gradient, draws)
         if draws and "seed" in named and named["seed"] is None:
             named["seed"] = self.features.draw_seed(q.device)
-        results = call(q, k, v, *named.values())
-        if is_first:
+        if call.direct and not torch.is_autocast_enabled(q.device.type):
+            return call.again(q, k, v, *named.values())
+        results = call.compute((q, k, v, *named.values()), is_new)
+        if is_new:
             self.forwards.add(key, call)
         return results
 
     def differentiate(self, dout, q, k, v, out, lse, options, named, wanted):
         """(dq, dk, dv), and the gradients of the `wanted` options, in this order."""
-        key = key_of((dout, q, k, v, out, lse, *named.values()), options)
+        tensors = dout, q, k, v, out, lse, *named.values()
+        key = key_of(tensors, options)
         key = key and (*key, wanted, *named)
         call = self.backwards.get(key)
-        is_first = call is None
-        if is_first:
+        is_new = call is None
+        if is_new:
             call = self.first_backward(dout, q, k, v, out, lse, options, named, wanted)
-        results = call(dout, q, k, v, out, lse, *named.values())
-        if is_first:
+        if call.direct and not torch.is_autocast_enabled(q.device.type):
+            return call.again(*tensors)
+        results = call.compute(tensors, is_new)
+        if is_new:
             self.backwards.add(key, call)
         return results
 
     # ---- a first call: all checks, and the choice of the kernel ----
 
     def first_forward(self, q, k, v, options, named, gradient, draws):
-        """The function of such tensors that computes (out, lse)."""
+        """The Call that computes (out, lse) of such tensors."""
         stand_in = {"seed": 0} if draws and named.get("seed", 0) is None else {}
         kernel, given, f, own = self.check(0, q, k, v, options | named | stand_in)
         if q.numel() == 0 or k.numel() == 0 and f.get("sinks") is None:  # no query, or nothing to sum over
-            call = unchanged if "out" in named else nothing
-        else:
-            kernel, given = self.features.forward_kernel(q, k, f, gradient) or (kernel, given)
-            call = Call(kernel, given, tuple(named), (q.shape, q.shape[:-1]))
-        return checking(f["check_each"], call, len(named)) if f.get("check_each") else call
+            return Call(unchanged if "out" in named else nothing, {}, named, None, f.get("check_each"))
+        kernel, given = self.features.forward_kernel(q, k, f, gradient) or (kernel, given)
+        return Call(kernel, given, named, (q.shape, q.shape[:-1]), f.get("check_each"))
 
     def first_backward(self, dout, q, k, v, out, lse, options, named, wanted):
-        """The function of such tensors that computes the gradients."""
+        """The Call that computes the gradients for such tensors."""
         kernel, given, f, own = self.check(1, q, k, v, options | named)
         checks.check_saved(q, dout, out, lse, (q.dtype, torch.float32) if kernel is None else None)
         checks.check_flag("deterministic", f["deterministic"])
         if f["deterministic"] and not own["deterministic"]:
             given["deterministic"] = True
         if q.numel() == 0 or k.numel() == 0 and f.get("sinks") is None:
-            call = functools.partial(no_gradients, [[*named].index(name) for name in wanted])
-        else:
-            kernel, given = self.features.backward_kernel(q, k, f, wanted) or (kernel, given)
-            call = Call(kernel, given, tuple(named), [x.shape for x in (q, k, v, *map(named.get, wanted))])
-        return checking(f["check_each"], call, len(named)) if f.get("check_each") else call
+            places = [[*named].index(name) for name in wanted]
+            return Call(functools.partial(no_gradients, places), {}, named, None, f.get("check_each"))
+        kernel, given = self.features.backward_kernel(q, k, f, wanted) or (kernel, given)
+        shapes = [x.shape for x in (q, k, v, *map(named.get, wanted))]
+        return Call(kernel, given, named, shapes, f.get("check_each"))
 
     def check(self, direction, q, k, v, options):
         """(kernel, its options, {name: value} of all options, SUPPORTS as it holds for the kernel), after the checks.
@@ -300,7 +303,8 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         named = dict(zip(ctx.names, tensors, strict=True))
         needed = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[7:], strict=True) if needs]
-        named = ctx.stage.features.of_backward(named, needed)
+        if not named.keys().isdisjoint(ctx.stage.features.GRADIENTS):
+            named = ctx.stage.features.of_backward(named, needed)
         with torch.no_grad():
             tensors = dout, q, k, v, out, lse
             dq, dk, dv, *more = ctx.stage.differentiate(*tensors, ctx.options, named, tuple(needed))
@@ -344,46 +348,50 @@ def apart(out):
 class Call:
     """A call of a kernel that has passed the checks, for tensors of one layout.
 
-    A kernel may have a function `planned`, with the arguments of a call that it has had. It returns a function of the
-    tensors that does what the call did, for other tensors of the same layout, without looking at them again.
+    A kernel may have a function `first`, with its own arguments. It returns (the results, a function of the tensors),
+    which then does the same for other tensors of the same layout, without looking at them again.
     """
 
-    def __init__(self, kernel, options, names, shapes):
-        """options: the kernel's. names: those of the last tensors, which it takes by name. shapes: of the results."""
-        self.kernel, self.names, self.shapes = kernel, names, shapes
-        self.options = {name: x for name, x in options.items() if name not in names}
-        self.planned = None
+    def __init__(self, kernel, options, named, shapes, check):
+        """options: the kernel's. named: the last tensors, which it takes by name. shapes: of the results, or None for a
+        kernel that takes tensors as they are. check: what has to be checked of the named tensors at every call.
+        """
+        self.kernel, self.names, self.shapes, self.check = kernel, tuple(named), shapes, check
+        self.options = {name: x for name, x in options.items() if name not in named}
+        self.again = kernel if shapes is None else None  # what `first` returned
+        self.direct = shapes is None and check is None  # whether nothing has to be done before and after it
 
-    def __call__(self, *tensors):
-        if self.planned is not None and not torch.is_autocast_enabled(tensors[0].device.type):
-            return self.planned(*tensors)
-        return self.from_the_start(*tensors)
-
-    def from_the_start(self, *tensors):
-        """The results, without a plan: for the first call, and where tensors have to be copied before each."""
+    def compute(self, tensors, is_new=False):
+        """The results. The first time the checks have just been made."""
         count, rank = len(tensors) - len(self.names), tensors[0].ndim
+        if self.check is not None and not is_new:
+            self.check(*tensors[count:])
+        if self.shapes is None:
+            return self.again(*tensors)
         read = [as_4d(x, rows=x.ndim < rank) for x in tensors[:count]]
         named = dict(zip(self.names, map(in_memory, tensors[count:]), strict=True))
         if "out" in named:  # what earlier calls gave, which is changed in place
             named |= {"out": as_4d(named["out"]), "lse": as_4d(named["lse"], rows=True)}
-        results = compute(self.kernel, *read, **named, **self.options)
-        if hasattr(self.kernel, "planned") and all(map(operator.is_, (*read, *named.values()), tensors)):
-            # Nothing has to be done before or after the kernel.
-            with contextlib.suppress(KeyError):  # Another thread has just made the kernel clear its cache.
-                self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
-        if tensors[0].ndim == 4:
+        results = self.run(read, named)
+        whole = all(map(operator.is_, (*read, *named.values()), tensors))
+        self.direct = self.again is not None and self.check is None and whole
+        if rank == 4:
             return results
         return tuple(x.reshape(shape) for x, shape in zip(results, self.shapes, strict=True))
 
-
-def checking(check, call, count):
-    """The call, before which the numbers in its last `count` tensors are checked each time."""
-
-    def checked(*tensors):
-        check(*tensors[-count:])
-        return call(*tensors)
-
-    return checked
+    @engine.one_at_a_time
+    def run(self, read, named):
+        """The results, contiguous. Autograd does not see them, and autocast does not change the kernel's dtype."""
+        # set_grad_enabled does the same as torch.no_grad() in half the time.
+        with torch.set_grad_enabled(False), no_autocast(read[0]):
+            if self.again is not None:
+                results = self.again(*read, *named.values())
+            elif hasattr(self.kernel, "first"):
+                results, again = self.kernel.first(*read, **named, **self.options)
+                self.again = engine.one_at_a_time(again)
+            else:
+                results = self.kernel(*read, **named, **self.options)
+        return tuple([x.contiguous() for x in results])
 
 
 def nothing(q, k, v, *others):
@@ -398,14 +406,6 @@ def unchanged(q, k, v, out, lse, *others):
 def no_gradients(wanted, dout, q, k, v, out, lse, *named):
     """Zeros like q, k, v, and like the tensors at the places `wanted` among those with a name."""
     return tuple(map(zeros, (q, k, v, *(named[place] for place in wanted))))
-
-
-@engine.one_at_a_time
-def compute(kernel, *tensors, **options):
-    """The kernel's results, contiguous. Autograd does not see them, and autocast does not change the kernel's dtype."""
-    # set_grad_enabled does the same as torch.no_grad() in half the time.
-    with torch.set_grad_enabled(False), no_autocast(tensors[0]):
-        return tuple([x.contiguous() for x in kernel(*tensors, **options)])
 
 
 def no_autocast(x):

@@ -500,20 +500,6 @@ def test_a_tile_picks_a_rung_that_has_it(compiled):
     assert [(rung, tile) for rung, _, _, _, tile, *_ in calls] == 2 * [("first", (64, 64))] + 2 * [("second", (8, 16))]
 
 
-def test_a_kernel_may_forget_a_call_while_it_is_kept():
-    """As where another thread has made a kernel's thousandth plan between the call and the question for its plan."""
-
-    def kernel(q, *, causal):
-        return (q + causal,)
-
-    def planned(q, *, causal):
-        raise KeyError
-
-    kernel.planned, x = planned, torch.ones(1, 1, 2, 4)
-    call = contract.Call(kernel, {"causal": 1}, (), (x.shape,))
-    assert all(torch.equal(call(x)[0], x + 1) for _ in range(2)) and call.planned is None
-
-
 def test_an_eager_call_takes_no_operator():
     """An operator would cost 10 microseconds more."""
     q, k, v = example()

@@ -719,7 +719,7 @@ def test_a_launch_that_is_kept_serves_other_tensors():
         for q, k, v, dout in (4 * inputs[:1], inputs, [x.flip(2) for x in inputs], list(map(moved, inputs)), inputs):
             got = [x.cpu() for x in both(q, k, v, dout, causal=True, rung=rung)]
             assert is_right(got, *(x.cpu() for x in (q, k, v, dout)), causal=True)
-            kept.append(len(calls.kept))
+            kept.append(len(calls.plans))
         assert kept[0] == kept[1] == kept[2] and kept[3] == kept[4], rung
         del q, k, v, dout, got
         assert torch.cuda.memory_allocated() == before, rung

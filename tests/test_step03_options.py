@@ -554,7 +554,7 @@ def test_one_kernel_at_a_time_is_interpreted(monkeypatch):
         return launch(self, *arguments, **given)
 
     monkeypatch.setattr(GridExecutor, "__call__", watched)
-    flash.forward.forget()
+    flash.forward.clear()
     for _ in range(2):  # recorded, and replayed
         flash.forward(*example(), softcap=2.0)
     assert held == [True] * 2

@@ -48,9 +48,9 @@ class TestContract(Contract):
             patch.setattr(Recording, "launch", lambda *_, **__: None)
             yield
         for file in (fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon):
-            file.forward.forget()
+            file.forward.clear()
         for file in (bwd_0_fused, bwd_1_tma, bwd_2_gluon):
-            file.backward.forget()
+            file.backward.clear()
 
 
 @pytest.mark.parametrize("file", [fwd_0_fused, fwd_1_tma, fwd_2_roles, bwd_2_gluon], ids=lambda file: file.__name__)
@@ -63,12 +63,12 @@ def test_the_grid_is_that_of_the_head_of_the_file(file, monkeypatch):
     told = re.search(r"Launch: grid\s\((.*?),\)", file.__doc__)[1]
     q, k = (torch.zeros(2, heads, N, 64, device=engine.device).half() for heads, N in ((6, 333), (3, 300)))
     if hasattr(file, "forward"):
-        file.forward.forget()
+        file.forward.clear()
         file.forward(q, k, k, tile=(32, 16))
-        file.forward.forget()
+        file.forward.clear()
     else:
         file.backward(q, q, k, k, q, q[..., 0].float())
-        file.backward.forget()
+        file.backward.clear()
     assert launched[0 if hasattr(file, "forward") else 1] == eval(told, names)
 
 
@@ -166,11 +166,11 @@ def test_every_kernel_of_fused_is_told_how_to_multiply_float32(kind, monkeypatch
     monkeypatch.setattr(Recording, "launch", noted)
     for module, call in ((fwd_0_fused, fwd_0_fused.forward), (bwd_0_fused, bwd_0_fused.backward)):
         monkeypatch.setattr(module, "products", lambda x: kind)
-        call.forget()  # What is recorded would be replayed.
+        call.clear()  # What is recorded would be replayed.
     float32_results(fwd_0_fused.forward, bwd_0_fused.backward, 20)
     assert len(told) >= 3 and set(told) == {kind}
-    fwd_0_fused.forward.forget()
-    bwd_0_fused.backward.forget()
+    fwd_0_fused.forward.clear()
+    bwd_0_fused.backward.clear()
 
 
 @pytest.mark.parametrize("module", [fwd_0_fused, bwd_0_fused, tiles], ids=lambda x: x.__name__.rpartition(".")[2])
@@ -370,10 +370,10 @@ def test_which_backward_rung_gluon_has(monkeypatch, D, deterministic, module):
     def backward(*tensors, **options):
         return len(tensors), options
 
-    backward.planned = backward
+    backward.first = backward
     monkeypatch.setattr(module, "backward", backward)
     dout = torch.empty(1, 1, 1, D)
-    for call in (rungs.backward_of_gluon, rungs.backward_of_gluon.planned):
+    for call in (rungs.backward_of_gluon, rungs.backward_of_gluon.first):
         assert call(dout, dout, tile=(192, 128), deterministic=deterministic, causal=True) == (2, {"causal": True})
         assert call(dout=dout, q=dout, deterministic=deterministic)[1].keys() == {"q"}
 
@@ -562,9 +562,9 @@ def test_a_recording_tells_a_tensor_apart_that_is_given_twice():
     """The first call's dout is its q. The second call has the same key, and another dout."""
     q, k, v, dout = torch.randn(4, 1, 2, 20, 16, device=engine.device)
     out, lse = fwd_0_fused.forward(q, k, v)
-    bwd_0_fused.backward.forget()
+    bwd_0_fused.backward.clear()
     want = bwd_0_fused.backward(dout.clone(), q, k, v, out, lse)
-    bwd_0_fused.backward.forget()
+    bwd_0_fused.backward.clear()
     bwd_0_fused.backward(q, q, k, v, out, lse)
     got = bwd_0_fused.backward(dout, q, k, v, out, lse)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import cases, error
 from steps import engine
+from steps.cached import Cache
 from steps.course.workbook.case_on_ranks import PlainBlock, group_of, outputs
 from steps.course.workbook.edges import MERGES
 from steps.step04_ring import Layout, block, demo, entry, launch, merge_kernels, plan, strategies
@@ -396,7 +397,7 @@ def asked_for(monkeypatch, **options):
     """What default_block is told of the GPU in a forward: [alone]."""
     told, x = [], torch.zeros(1, 1, 4, 8, device=engine.device)
     monkeypatch.setattr(plan, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
-    monkeypatch.setattr(entry, "_cached", {})
+    monkeypatch.setattr(entry, "_cached", Cache())
     step04.forward(x, x, x, **options)
     return told
 

@@ -16,8 +16,8 @@ STAGES = sorted(path.parent for path in (ROOT / "steps").glob("step0*/__init__.p
 TIES = {
     "step00_naive": {"__init__.py"},
     "step01_fa1_numba": {"__init__.py"},
-    "step02_fa2_cuda": {"__init__.py"},
-    "step03_triton": {"__init__.py", "functions.py", "options.py"},
+    "step02_fa2_cuda": {"__init__.py", "cached.py"},
+    "step03_triton": {"__init__.py", "cached.py", "functions.py", "options.py"},
     "step04_ring": {
         "__init__.py", "entry.py", "autograd.py", "block.py", "launch.py", "demo.py", "one_device.py",
         "in_your_model.py",
@@ -33,7 +33,7 @@ BELOW = {
     "cached": set(),
     "checks": set(),
     "contract": {"cached", "checks", "engine", "operators"},
-    "stages": {"checks", "contract", "engine"},
+    "stages": {"cached", "checks", "contract", "engine"},
     "catalogue": {"engine", "stages"},
     "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},  # also steps/course/workbook.py
     "bench": {"places", "checks", "contract", "engine", "stages", "catalogue"},
@@ -49,6 +49,7 @@ OTHER_STAGES = {
 }
 # Names that two modules may share, because they mean the same in both.
 SHARED_NAMES = {
+    "cached": "what finds the plan of a call again: the file, and its stand-ins where stages are copied out",
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
     "plan": "what a call does, decided once for its shapes and options",

@@ -4,6 +4,7 @@ A repeated call's way is asked of the stages 00 to 03, and of the ring that of a
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,19 +70,21 @@ def test_a_repeated_call_goes_straight_to_its_launcher(number, name, options):
         assert way[-1].startswith(LAUNCHERS) and len(files) == len(set(files)) <= 3, " > ".join(way)
 
 
-def first_way(call, ends, stage):
-    """The files of a stage that a call enters, one after the other, until it enters a file that begins with `ends`.
+def first_way(call, ends, of=""):
+    """The files of which functions are called, one for each call, until a file that begins with `ends` is entered.
 
-    Two calls in a row of functions of the same file are one entry.
+    Only files that begin with `of` count, and none of BESIDE.
     """
     found, ended = [], []
 
     def watch(frame, event, _):
         file = frame.f_code.co_filename.removeprefix(STEPS)
-        if event == "call" and file.startswith(ends):
+        if event != "call" or file == frame.f_code.co_filename or file in BESIDE:
+            return
+        if file.startswith(ends):
             ended.append(file)
             sys.setprofile(None)
-        elif event == "call" and file.startswith(stage) and found[-1:] != [file]:
+        elif file.startswith(of):
             found.append(file)
 
     sys.setprofile(watch)
@@ -91,6 +94,45 @@ def first_way(call, ends, stage):
         sys.setprofile(None)
     assert ended
     return found
+
+
+def entered(way):
+    """The files of a way, one after the other, without repetitions in a row."""
+    return [file for n, file in enumerate(way) if way[n - 1 : n] != [file]]
+
+
+def packed(n):
+    starts = torch.tensor([0, 7, n], dtype=torch.int32, device=engine.device)
+    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": n - 7, "max_seqlen_k": n - 7}
+
+
+FIRST = {  # {a call: (the stage, its options for n rows, the most calls of own functions)}
+    "02": ("02", lambda n: {}, 90),
+    "03": ("03", lambda n: {}, 50),
+    "03, a window": ("03", lambda n: {"window": (8, 0)}, 50),
+    "03, dropout": ("03", lambda n: {"dropout_p": 0.1}, 50),
+    "03, packed sequences": ("03", packed, 50),
+}
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("name", FIRST)
+def test_a_first_call_can_be_followed(name, half):
+    number, options, most = FIRST[name]
+    if reason := catalogue.unavailable(number):
+        pytest.skip(reason)
+    stage, n = catalogue.stage(number), 50 + 2 * [*FIRST].index(name) + (half == "forward")
+    leaves = [torch.randn(1, 2, n, 32, device=engine.device).requires_grad_() for _ in range(3)]
+    stage.attention(*(x[..., :8, :] for x in leaves))  # What is decided once a process is no part of a call.
+    call = partial(stage.attention, *leaves, causal=True, **options(n))
+    if half == "backward":
+        out = call()
+        call = partial(out.backward, torch.ones_like(out))
+    with torch.autograd.set_multithreading_enabled(False):
+        way = first_way(call, LAUNCHERS)
+    files = entered(way)
+    returns = len(files) - len(set(files))
+    assert len(set(files)) <= 6 and returns <= 3 and len(way) <= most, f"{len(way)} calls: {' > '.join(files)}"
 
 
 @pytest.mark.parametrize("name", ["forward", "attention"])
@@ -109,6 +151,6 @@ def test_the_first_call_of_a_ring_goes_straight_to_its_block(name, given, own_bl
         stage.forward(q[..., :8, :], k[..., :8, :], v[..., :8, :])  # imports the block
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     ends = "step00_naive/" if own_block else ("step02_fa2_cuda/", "step03_triton/")
-    way = first_way(lambda: getattr(stage, name)(*leaves, causal=True, **options), ends, "step04_ring/")
+    way = entered(first_way(lambda: getattr(stage, name)(*leaves, causal=True, **options), ends, "step04_ring/"))
     once = [file for file in way if file != "step04_ring/ring.py"]
     assert len(set(way)) <= 8 and len(once) == len(set(once)), " > ".join(way)

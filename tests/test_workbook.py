@@ -1150,14 +1150,14 @@ def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
     from steps.step02_fa2_cuda import calls, works
 
     here, old = works.HERE, "float max_S = -INFINITY;"
-    calls.kept["a launch of the kernel as it was"] = ()
+    calls.plans["a launch of the kernel as it was"] = ()
     with listing.edited("fwd_2_mma.cu", (old, "float max_S = 0;")) as lines:
         assert works.HERE != here and (works.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
         assert not any(old in line for line in lines)
         assert (works.HERE / "fwd_5_fa2.cu").read_text() == (here / "fwd_5_fa2.cu").read_text()
-        assert not calls.kept
+        assert not calls.plans
     assert works.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
-    assert calls.kept.pop("a launch of the kernel as it was") == ()
+    assert calls.plans.pop("a launch of the kernel as it was") == ()
     with pytest.raises(ValueError, match="fwd_2_mma.cu contains 'no such text' 0 times"):
         with listing.edited("fwd_2_mma.cu", ("no such text", "")):
             pass

@@ -5,10 +5,10 @@
     start_gradients, add_gradients, finish_dq    the parts of a backward, for gradients summed over several calls
 
 The tensors' device decides where a kernel runs. On a GPU nvrtc.py compiles and launches it; on a CPU g++ compiles the
-same file behind emulator/. From here a call goes to plan.py, and if no plan is kept for it, to works.py first.
+same file behind emulator/. From here a call goes to plan.py, and if no plan is cached for it, to works.py first.
 
-Needs torch, and beside it the rung's .cu files, ladder.py, works.py, dealing.py, plan.py, nvrtc.py, cache.py, wgmma.py
-and ptx.cuh; on a GPU cuda.core and NVRTC, on a CPU emulator/ and g++.
+Needs torch, and beside it the rung's .cu files, cached.py, ladder.py, works.py, dealing.py, plan.py, nvrtc.py,
+cache.py, wgmma.py and ptx.cuh; on a GPU cuda.core and NVRTC, on a CPU emulator/ and g++.
 """
 
 import functools
@@ -20,11 +20,12 @@ from functools import partial
 import torch
 
 from . import ladder, works
+from .cached import Cache, key_of
 from .plan import Plan, Sums, attend, differentiate, differentiate_keys
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)  # because kernels multiply it by log2(e)
-kept = {}  # {what a plan depends on: the Plan}
+plans = Cache()  # {key_of a call: its Plan}
 
 
 def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switches):
@@ -35,31 +36,36 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
     fwd_8_hopper.cu, such as PINGPONG=0, to measure what an idea brings; for the same reason rung may be a row of the
     ladder. Raises TypeError, ValueError or RuntimeError before anything is launched.
     """
-    check_options(rung, scale, causal, tile)
-    if switches:
-        check_switches(ladder.forward_row(rung).file, switches)
-    key = "forward", rung, causal, scale, tile, *switches.items(), *layouts(q, k, v)
-    plan = kept.get(key)
+    options = {"rung": rung, "causal": causal, "scale": scale, "tile": tile, **switches}
+    key = key_of((q, k, v), options)
+    plan = plans.get(key)
     if plan is None:
-        row = ladder.forward_row(rung)
-        check(row, q=q, k=k, v=v)
+        check_options(rung, scale, causal, tile)
+        check(ladder.forward_row(rung), q=q, k=k, v=v)
+        check_switches(ladder.forward_row(rung).file, switches)
         if q.numel() == 0 or k.numel() == 0:
             return attention_to_nothing(q)
-        problem = works.problem_of(row, q, k, causal, scale, tile, switches=switches.items())
-        plan = keep(key, Plan(problem, works.forward_works, q=q, k=k, v=v))
+        plan = plans.add(key, plan_forward(q, k, v, **options))
     return attend(plan, q, k, v)
 
 
+def plan_forward(q, k, v, *, rung, causal, scale, tile=None, **switches):
+    """The Plan for tensors of this layout."""
+    problem = works.problem_of(ladder.forward_row(rung), q, k, causal, scale, tile, switches=switches.items())
+    return Plan(*works.prepared(problem, works.forward_works, q=q, k=k, v=v))
+
+
 def functions(rung):
-    """(forward, backward) of a rung, each with its function `planned`, by which the contract keeps a call."""
+    """(forward, backward) of a rung, each with its function `first`, by which the contract makes and caches a plan."""
     forwards, backwards = partial(forward, rung=rung), partial(backward, rung=rung)
-    forwards.planned, backwards.planned = partial(planned_forward, rung=rung), partial(planned_backward, rung=rung)
+    forwards.first, backwards.first = partial(first_forward, rung=rung), partial(first_backward, rung=rung)
     return forwards, backwards
 
 
-def planned_forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None):
-    """A function of (q, k, v) that does what `forward` did on these tensors, for others of the same layout."""
-    return partial(attend, kept["forward", rung, causal, scale, tile, *layouts(q, k, v)])
+def first_forward(q, k, v, **options):
+    """(what `forward` returns, a function that does the same for other tensors of this layout), after all checks."""
+    plan = plan_forward(q, k, v, **options)
+    return attend(plan, q, k, v), partial(attend, plan)
 
 
 def backward(
@@ -71,38 +77,45 @@ def backward(
     scale are as for `forward`. tile: the forward's; a row with `tile_of_forward` uses it. backward_tile: (Br, Bc)
     instead of the backward row's. deterministic: dq, too, is bit-equal from run to run.
     """
-    check_options(rung, scale, causal, tile, deterministic)
-    check_tile("backward_tile", backward_tile)
-    key = "backward", rung, causal, scale, tile, backward_tile, deterministic, *layouts(dout, q, k, v, out, lse)
-    plan = kept.get(key)
+    options = {"rung": rung, "causal": causal, "scale": scale, "tile": tile, "backward_tile": backward_tile}
+    options["deterministic"] = deterministic
+    key = key_of((dout, q, k, v, out, lse), options)
+    plan = plans.get(key)
     if plan is None:
-        inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        check(ladder.forward_row(rung), **inputs)
+        check_options(rung, scale, causal, tile, deterministic)
+        check_tile("backward_tile", backward_tile)
+        check(ladder.forward_row(rung), dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         if q.numel() == 0 or k.numel() == 0:
             return zeros_like(q), zeros_like(k), zeros_like(v)
-        row = ladder.backward_row(rung, q.dtype, q.shape[3], deterministic)
-        if row.tile_of_forward and backward_tile is None:
-            backward_tile = tile
-        problem = works.problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
-        plan = keep(key, Plan(problem, works.backward_works, **inputs))
+        plan = plans.add(key, plan_backward(dout, q, k, v, out, lse, **options))
     return differentiate(plan, dout, q, k, v, out, lse)
 
 
-def planned_backward(
-    *tensors, rung="fa2", causal=False, scale=None, tile=None, backward_tile=None, deterministic=False
+def plan_backward(
+    dout, q, k, v, out, lse, *, rung, causal, scale, tile=None, backward_tile=None, deterministic=False
 ):  # fmt: skip
-    """A function of (dout, q, k, v, out, lse) that does what `backward` did on these tensors, for others like them."""
-    plan = kept["backward", rung, causal, scale, tile, backward_tile, deterministic, *layouts(*tensors)]
-    return partial(differentiate, plan)
+    """The Plan for tensors of this layout."""
+    row = ladder.backward_row(rung, q.dtype, q.shape[3], deterministic)
+    if row.tile_of_forward and backward_tile is None:
+        backward_tile = tile
+    problem = works.problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
+    return Plan(*works.prepared(problem, works.backward_works, dout=dout, q=q, k=k, v=v, out=out, lse=lse))
 
 
-# ---- what is checked, and what a call depends on ---------------------------------------------------------------------
+def first_backward(*tensors, **options):
+    """(what `backward` returns, a function that does the same for other tensors of this layout), after all checks."""
+    plan = plan_backward(*tensors, **options)
+    return differentiate(plan, *tensors), partial(differentiate, plan)
+
+
+# ---- what is checked -------------------------------------------------------------------------------------------------
 
 
 def check(row, **inputs):
     """Raises an error that names the argument unless the row's kernel takes these tensors, {name: tensor}."""
     for x in inputs.values():
-        if x.layout is not torch.strided or x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta":
+        dense = isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided
+        if not dense or x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta":
             raise not_readable(inputs.values())
     for name, x in inputs.items():
         rank = 3 if name == "lse" else 4
@@ -124,10 +137,7 @@ def check(row, **inputs):
 
 
 def check_options(rung, scale, causal, tile=None, deterministic=False):
-    """Raises TypeError or ValueError that names the option unless a kernel can be given it.
-
-    Every call does this before it looks for a kept plan: 1 would find the plan that was made for True.
-    """
+    """Raises TypeError or ValueError that names the option unless a kernel can be given it."""
     if not isinstance(rung, (str, ladder.Kernel)):
         raise TypeError(f"rung must be a word such as 'fa2', or a row of the ladder; got {rung!r}.")
     if not isinstance(causal, bool):
@@ -151,20 +161,6 @@ def check_tile(name, tile):
         raise TypeError(f"{name} must be a pair of integers, as a tuple (Br, Bc), or None; got {tile!r}.")
     if min(tile) < 1:
         raise ValueError(f"{name} must have sizes of at least 1; got {tile!r}.")
-
-
-def layouts(*tensors):
-    """What a plan depends on of each input. True means contiguous strides.
-
-    Of the address only the alignment counts, and whether there is one: a fake tensor has none.
-    """
-    try:
-        return [
-            (x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), (p := x.data_ptr()) % 16, p == 0, x.is_neg())
-            for x in tensors
-        ]
-    except (AttributeError, RuntimeError):  # no tensor, or one that has no such thing
-        raise not_readable(tensors) from None
 
 
 def not_readable(tensors):
@@ -191,14 +187,6 @@ def zeros_like(x):
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-def keep(key, plan):
-    """The plan, which later calls will find under this key. With more than 1000 plans all are forgotten."""
-    if len(kept) >= 1000:
-        kept.clear()
-    kept[key] = plan
-    return plan
-
-
 def check_switches(file, switches):
     """TypeError unless each is a number for a macro that the file defines where the launch does not."""
     for name, value in switches.items():
@@ -218,17 +206,18 @@ def switches_of(path):
 
 def start_gradients(dout, out, lse, *, rung="fa2", scale=None, deterministic=False):
     """The Sums of these queries, with dq_sum = 0. Arguments as for `backward`; float32 has no parts."""
-    check_options(rung, scale, causal=False, deterministic=deterministic)
-    key = "start", rung, scale, deterministic, *layouts(dout, out, lse)
-    plan = kept.get(key)
+    options = {"part": "start", "rung": rung, "scale": scale, "deterministic": deterministic}
+    key = key_of((dout, out, lse), options)
+    plan = plans.get(key)
     inputs = {"dout": dout, "out": out, "lse": lse}
     if plan is None:
+        check_options(rung, scale, causal=False, deterministic=deterministic)
         check(ladder.forward_row(rung), **inputs)
         row = ladder.backward_row(rung, out.dtype, out.shape[3], deterministic)
         if row.adds_to_dq:
             raise NotImplementedError(f"{row.file} has no parts, as it adds to dq itself. Use bfloat16 or float16.")
         problem = works.problem_of(row, out, out, scale=scale, deterministic=deterministic)
-        plan = keep(key, Plan(problem, works.delta_works, **inputs))
+        plan = plans.add(key, Plan(*works.prepared(problem, works.delta_works, **inputs)))
     sums = Sums(plan.problem)
     if dout.numel():
         plan.run(inputs | sums.tensors)
@@ -242,11 +231,11 @@ def add_gradients(sums, dout, q, k, v, *, causal=False):
     queries see, not over the keys of this call alone. Other queries, or a slice of these, need Sums of their own.
     """
     start = sums.problem
-    check_options(start.row, start.scale, causal)
-    key = "add", start, causal, *layouts(dout, q, k, v)
-    plan = kept.get(key)
+    key = key_of((dout, q, k, v), {"part": "add", "start": start, "causal": causal})
+    plan = plans.get(key)
     inputs = {"dout": dout, "q": q, "k": k, "v": v}
     if plan is None:
+        check_options(start.row, start.scale, causal)
         check(start.row, **inputs)
         queries, given = start.queries(), (tuple(q.shape), q.dtype, q.device)
         if given != queries:
@@ -254,7 +243,7 @@ def add_gradients(sums, dout, q, k, v, *, causal=False):
         if q.numel() == 0 or k.numel() == 0:
             return zeros_like(k), zeros_like(v)
         problem = works.problem_of(start.row, q, k, causal, start.scale, deterministic=start.deterministic)
-        plan = keep(key, Plan(problem, works.gradient_works, **inputs))
+        plan = plans.add(key, Plan(*works.prepared(problem, works.gradient_works, **inputs)))
     return differentiate_keys(plan, sums.tensors, inputs)
 
 
@@ -262,10 +251,8 @@ def finish_dq(sums):
     """dq (B, H, Nq, D) = scale * sums.dq_sum, in the dtype of the queries."""
     problem = sums.problem
     dq = sums.dq_sum.new_empty(problem.B, problem.H, problem.Nq, problem.D, dtype=problem.dtype)
-    key = "finish", problem
-    plan = kept.get(key)
-    if plan is None:
-        plan = keep(key, Plan(problem, works.dq_works))
+    key = key_of((), {"part": "finish", "problem": problem})
+    plan = plans.get(key) or plans.add(key, Plan(*works.prepared(problem, works.dq_works)))
     if dq.numel():
         plan.run(sums.tensors | {"dq": dq})
     return dq

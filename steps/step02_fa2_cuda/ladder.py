@@ -157,6 +157,24 @@ class Problem:
         """The heads of dk and dv as the backward's kernel writes them."""
         return self.H if self.heads_apart else self.Hk
 
+    @cached_property
+    def threads(self):
+        return self.row.threads(self.D, self.Br, self.Bc)
+
+    @cached_property
+    def shared_bytes(self):
+        return self.row.shared_bytes(self.D, self.Br, self.Bc)
+
+    @cached_property
+    def macros(self):
+        return {"D": self.D, "Br": self.Br, "Bc": self.Bc, **self.row.macros(self)}
+
+    def settled(self):
+        """The Problem itself, after everything that the ladder says of it has been computed."""
+        for name in ("query_rows", "key_tiles", "gradient_heads", "threads", "shared_bytes", "macros"):
+            getattr(self, name)
+        return self
+
 
 def same(tile, head_dims):
     """One tile for all of these head_dims."""

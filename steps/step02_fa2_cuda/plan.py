@@ -12,18 +12,15 @@ from functools import partial
 import torch
 
 from . import nvrtc
-from .works import Box
+from .works import Box, strides_of
 
 
 class Plan:
     """The launches for inputs of one layout, and which of the inputs have to be copied before each call."""
 
-    def __init__(self, problem, make_works, **inputs):
-        self.problem = problem
-        self.copies = {name: copy for name, x in inputs.items() if (copy := copy_needed(problem, name, x))}
-        # Copies of tensors without memory have the strides that the real copies will have.
-        read = {name: self.copies[name](x.to("meta")) if name in self.copies else x for name, x in inputs.items()}
-        self.works = make_works(problem, {name: strides_of(x) for name, x in read.items()})
+    def __init__(self, problem, copies, works):
+        """copies: {name of an input: the function that copies it before each call}. works: the launches as data."""
+        self.problem, self.copies, self.works = problem, copies, works
         self.launches = None
 
     def run(self, tensors):
@@ -92,46 +89,6 @@ def zero_counters(problem):
     return torch.zeros(1 + tiles, dtype=torch.int32, device=problem.device)
 
 
-# ---- inputs that a kernel cannot read where they lie -----------------------------------------------------------------
-
-
-def copy_needed(problem, name, x):
-    """A function that copies an input which the kernel cannot read where it lies; None if it can."""
-    if name in ("k", "v") and problem.row.repeats_heads and problem.H > problem.Hk:
-        return partial(torch.Tensor.repeat_interleave, repeats=problem.H // problem.Hk, dim=1)
-    if can_read(problem.row, name, x):
-        return None
-    return partial(torch.Tensor.clone, memory_format=torch.contiguous_format)
-
-
-def can_read(row, name, x):
-    """Whether the kernel can read x where it lies.
-
-    Rows have to be contiguous, and no tensor one that torch negates only when it reads it, such as z.conj().imag. Loads
-    of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes, and the copy engine refuses
-    strides of 0. The stride of a dimension of size 1 does not matter.
-    """
-    if x.is_neg():
-        return False
-    if name == "lse":
-        return x.is_contiguous()
-    if x.stride(3) != 1:
-        return False
-    if row.loads == "elements":
-        return True
-    strides = [stride * x.element_size() for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
-    return aligned and (row.loads != "tma" or 0 not in strides)
-
-
-def strides_of(x):
-    """The strides of batch, head and row in elements. Where there is only one, its stride is that of whole rows.
-
-    A kernel computes the addresses of further rows too, which it does not read, and they have to be aligned.
-    """
-    return tuple(stride if n > 1 else x.shape[-1] for stride, n in zip(x.stride()[:3], x.shape, strict=False))
-
-
 # ---- works as launches -----------------------------------------------------------------------------------------------
 
 
@@ -165,13 +122,14 @@ def emulate(work, tensors):
     """Runs one kernel on the CPU."""
     from . import emulator
 
-    def in_emulation(argument):
+    arguments = []
+    for argument in work.arguments:
         if isinstance(argument, Box):
-            return emulator.tensor_map(*view_and_box(tensors[argument.name], argument.rows))
-        value = tensors[argument] if isinstance(argument, str) else argument
-        return c_void_p(None) if value is None else value
-
-    emulator.launch(**vars(work) | {"arguments": list(map(in_emulation, work.arguments))})
+            argument = emulator.tensor_map(*view_and_box(tensors[argument.name], argument.rows))
+        elif isinstance(argument, str):
+            argument = c_void_p(None) if tensors[argument] is None else tensors[argument]
+        arguments.append(argument)
+    emulator.launch(**vars(work) | {"arguments": arguments})
 
 
 def view_and_box(x, rows):

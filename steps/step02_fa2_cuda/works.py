@@ -12,6 +12,7 @@ import functools
 import math
 from ctypes import c_float, c_int, c_longlong
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,11 +50,11 @@ def problem_of(row, q, k, causal=False, scale=None, tile=None, deterministic=Fal
     """The Problem of a call on these tensors. switches: pairs (macro, value)."""
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     check_count("queries and keys", Nq + Nk)
+    switches = tuple([(name, int(value)) for name, value in switches])
     Br, Bc = tile or row.tile(D, shared_memory(q.device))
-    return Problem(
-        row, B, H, Hk, Nq, Nk, D, q.dtype, causal, D**-0.5 if scale is None else scale, Br, Bc,
-        processors(q.device), q.device, deterministic, tuple((name, int(value)) for name, value in switches),
-    )  # fmt: skip
+    scale = D**-0.5 if scale is None else scale
+    how = q.dtype, causal, scale, Br, Bc, processors(q.device), q.device, deterministic, switches
+    return Problem(row, B, H, Hk, Nq, Nk, D, *how).settled()
 
 
 def check_count(what, number):
@@ -80,6 +81,66 @@ def gpu():
     return torch.cuda.get_device_capability(device), shared_memory(device)
 
 
+# ---- what a plan is made of ------------------------------------------------------------------------------------------
+
+
+def prepared(problem, make_works, **inputs):
+    """(the Problem, {input: the function that copies it before each call}, the launches), as Plan takes them."""
+    copies = {}
+    strides = {}
+    for name, x in inputs.items():
+        copy = copy_needed(problem, name, x)
+        if copy:
+            copies[name] = copy
+            x = copy(x.to("meta"))  # A copy of a tensor without memory has the strides that the real copy will have.
+        strides[name] = strides_of(x)
+    return problem, copies, make_works(problem, strides)
+
+
+# ---- inputs that a kernel cannot read where they lie -----------------------------------------------------------------
+
+
+def copy_needed(problem, name, x):
+    """A function that copies an input which the kernel cannot read where it lies; None if it can."""
+    if name in ("k", "v") and problem.row.repeats_heads and problem.H > problem.Hk:
+        return partial(torch.Tensor.repeat_interleave, repeats=problem.H // problem.Hk, dim=1)
+    if can_read(problem.row, name, x):
+        return None
+    return partial(torch.Tensor.clone, memory_format=torch.contiguous_format)
+
+
+def can_read(row, name, x):
+    """Whether the kernel can read x where it lies.
+
+    Rows have to be contiguous, and no tensor one that torch negates only when it reads it, such as z.conj().imag. Loads
+    of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes, and the copy engine refuses
+    strides of 0. The stride of a dimension of size 1 does not matter.
+    """
+    if x.is_neg():
+        return False
+    if name == "lse":
+        return x.is_contiguous()
+    if x.stride(3) != 1:
+        return False
+    if row.loads == "elements":
+        return True
+    strides = [stride * x.element_size() for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    return aligned and (row.loads != "tma" or 0 not in strides)
+
+
+def strides_of(x):
+    """The strides of batch, head and row in elements. Where there is only one, its stride is that of whole rows.
+
+    A kernel computes the addresses of further rows too, which it does not read, and they have to be aligned.
+    """
+    strides = list(x.stride()[:3])
+    for n, size in enumerate(x.shape[:3]):
+        if size < 2:
+            strides[n] = x.shape[-1]
+    return tuple(strides)
+
+
 # ---- the launches ----------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +155,7 @@ def forward_works(problem, strides):
     arguments = Box("q", problem.Br), Box("k", problem.Bc), Box("v", problem.Bc), *outputs
     if not problem.row.persistent:
         return [work(problem, "attention_forward", arguments, tiles)]
-    persistent = problem.row.macros(problem).get("PERSISTENT", 1)
+    persistent = problem.macros.get("PERSISTENT", 1)
     lowest = -3.4e38 / max(1, problem.scale / math.log(2))  # where a row's maximum starts; the kernel says why
     further = c_float(lowest), c_int(tiles), *map(c_int, order_of_tiles(problem))
     blocks = min(tiles, problem.processors) if persistent else tiles
@@ -150,7 +211,7 @@ def gradient_works(problem, strides):
     check_count("tiles", tiles)
     if not problem.row.persistent:
         return [work(problem, "attention_backward", arguments, tiles)]
-    blocks = min(tiles, problem.processors) if problem.row.macros(problem)["PERSISTENT"] else tiles
+    blocks = min(tiles, problem.processors) if problem.macros["PERSISTENT"] else tiles
     return [work(problem, "attention_backward", (*arguments, c_int(tiles)), blocks)]
 
 
@@ -169,16 +230,17 @@ def dq_works(problem, strides):
 def work(problem, kernel, arguments, grid, block=None, shared_bytes=None):
     """One launch of a kernel of this row. Unless they are given, block and shared_bytes are the row's."""
     check_count("blocks", grid)
-    D, Br, Bc = problem.D, problem.Br, problem.Bc
-    block = problem.row.threads(D, Br, Bc) if block is None else block
-    shared_bytes = problem.row.shared_bytes(D, Br, Bc) if shared_bytes is None else shared_bytes
-    macros = {"D": D, "Br": Br, "Bc": Bc, **problem.row.macros(problem)}
-    return Work(HERE / problem.row.file, kernel, arguments, grid, block, shared_bytes, macros)
+    block = problem.threads if block is None else block
+    shared_bytes = problem.shared_bytes if shared_bytes is None else shared_bytes
+    return Work(HERE / problem.row.file, kernel, arguments, grid, block, shared_bytes, problem.macros)
 
 
 def strided(names, strides):
     """Tensors, each with its strides, as a kernel takes them that computes addresses itself."""
-    return (*(argument for name in names for argument in (name, *map(c_longlong, strides[name]))),)
+    arguments = []
+    for name in names:
+        arguments += [name, *map(c_longlong, strides[name])]
+    return tuple(arguments)
 
 
 def heads_and_lengths(problem):

@@ -9,11 +9,11 @@
 
 Why: `kernel[grid](...)` looks at every argument anew, to find the compiled kernel that fits, and checks and encodes
 each descriptor anew. For a small call this takes longer than the GPU does. What it finds depends on the options, and on
-the dtypes, shapes, strides and alignment of the tensors only. They are the key under which a recording is kept.
+the dtypes, shapes, strides and alignment of the tensors only. They are the key under which a recording is cached.
 
 So the body of such a function runs once for each key. What it does with a tensor's numbers it does through the record:
 `launch` runs a kernel, and `derive` a function of torch. Triton's interpreter replays, too, in float32 where a tensor
-is bfloat16, which its NumPy does not have. Needs torch and Triton only.
+is bfloat16, which its NumPy does not have. Needs torch, Triton and cached.py.
 """
 
 import functools
@@ -24,53 +24,47 @@ from contextlib import nullcontext
 import torch
 import triton
 
+from .cached import Cache, key_of
+
 # Triton's interpreter replaces functions of triton.language while a kernel runs, and so serves one thread at a time.
 ONE_AT_A_TIME = threading.RLock()
-MOST = 1000  # recordings that are kept of a function; then it forgets all of them
 
 
 def replayed(function):
-    """The function, to be called without its first argument. Its tensors are among its arguments and options."""
-    recordings, signature = {}, inspect.signature(function)
+    """The function as a Replayed, to be called without its first argument."""
+    return Replayed(function)
 
-    def tensors_and_key(arguments, options):
-        tensors, key = [], [*options]
-        for x in (*arguments, *options.values()):
-            if isinstance(x, torch.Tensor):
-                tensors.append(x)
-                key.append((x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16, x.is_neg()))
-            else:
-                key.append((type(x), tuple(x) if isinstance(x, list) else x))  # 1 == True, but they are two options.
-        return tensors, tuple(key)
 
-    @functools.wraps(function)
-    def call(*arguments, **options):
-        tensors, key = tensors_and_key(arguments, options)
-        recording = recordings.get(key)
-        if recording is not None:
-            return recording.replay(tensors)
-        with ONE_AT_A_TIME:
-            return first(tensors, key, arguments, options)
+class Replayed:
+    """Runs its function once for each layout of the tensors, which are among its arguments and options."""
 
-    def first(tensors, key, arguments, options):
-        given = signature.bind(None, *arguments, **options).arguments
-        check(**given)
-        recording = Recording(tensors)
-        results = recording.record(function, arguments, options)
-        if len(recordings) >= MOST:
-            recordings.clear()
-        recordings[key] = recording
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.function, self.parameters = function, inspect.signature(function)
+        self.__signature__ = self.parameters.replace(parameters=[*self.parameters.parameters.values()][1:])
+        self.recordings = Cache()
+        self.clear = self.recordings.clear  # for whoever has changed a table of tiles
+
+    def __call__(self, *arguments, **options):
+        """The function's results."""
+        named = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+        others = {name: x for name, x in options.items() if name not in named} if named else options
+        key = key_of((*arguments, *named.values()), others)
+        key = key and (*key, *named)
+        replay = self.recordings.get(key)
+        if replay is not None:
+            return replay(*arguments, *named.values())
+        results, replay = self.first(*arguments, **options)
+        self.recordings.add(key, replay)
         return results
 
-    def planned(*arguments, **options):
-        """A function of the tensors, in the order of the arguments, that replays the call that was made with these."""
-        recording = recordings[tensors_and_key(arguments, options)[1]]
-        return lambda *tensors: recording.replay([x for x in tensors if x is not None])
-
-    call.planned = planned
-    call.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
-    call.forget = recordings.clear  # for whoever has changed a table of tiles
-    return call
+    def first(self, *arguments, **options):
+        """(the results, a function of the tensors that does the same with others of their layout)."""
+        with ONE_AT_A_TIME:
+            check(**self.parameters.bind(None, *arguments, **options).arguments)
+            recording = Recording([x for x in (*arguments, *options.values()) if isinstance(x, torch.Tensor)])
+            results = recording.record(self.function, arguments, options)
+        return results, lambda *tensors: recording.replay([x for x in tensors if x is not None])
 
 
 def check(q, k, v=None, dout=None, out=None, lse=None, **_):

@@ -17,15 +17,15 @@ def backward_of_gluon(dout, *tensors, tile=None, deterministic=False, **options)
     return backward_for(dout, deterministic)(dout, *tensors, **options)
 
 
-def planned_of_gluon(dout, *tensors, tile=None, deterministic=False, **options):
-    return backward_for(dout, deterministic).planned(dout, *tensors, **options)
+def first_of_gluon(dout, *tensors, tile=None, deterministic=False, **options):
+    return backward_for(dout, deterministic).first(dout, *tensors, **options)
 
 
 def backward_for(dout, deterministic):
     return (bwd_1_tma if deterministic or dout.shape[3] > 128 else bwd_2_gluon).backward
 
 
-backward_of_gluon.planned = planned_of_gluon
+backward_of_gluon.first = first_of_gluon
 
 
 # In the order in which a call that names no rung tries them. tma takes all that roles takes, so that roles only runs if

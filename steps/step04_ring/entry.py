@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from steps import checks, engine
+from steps.cached import Cache, key_of
 
 from . import autograd
 from .layout import LAYOUTS, Layout
@@ -151,17 +152,11 @@ class Call:
 
     def key(self, *tensors):
         """All that the plan of the call with these tensors depends on; None if one of them is no tensor, say."""
-        options = self.causal, self.scale, self.tile, self.rung, self.layout, self.S, self.transport, self.deterministic
-        try:
-            kinds = tuple((type(x), x.dtype, x.device, x.layout, x.shape) for x in tensors)
-            key = options, tuple(map(type, options)), self.among, id(self.block), kinds
-            hash(key)
-        except (TypeError, AttributeError, RuntimeError):  # One of them is not what it should be, which `check` says.
-            return None
-        return key
+        key = key_of(tensors, vars(self) | {"group": None, "block": None})
+        return key and (*key, self.among, id(self.block))
 
 
-_cached = {}  # {the key of a call that gives S: its Plan}
+_cached = Cache()  # {the key of a call that gives S: its Plan}
 # A process group's threads need Python when it is deleted, so that Python must not end with a group that is cached.
 atexit.register(_cached.clear)
 
@@ -173,10 +168,8 @@ def plan_of(call, q, k, v, saved=()):
     mine = known.mine if known else check(call, q, k, v, saved)
     sizes = agree(mine.comm, mine.alike, mine.size, call.S is None, mine.problem) if mine.comm.size > 1 else [mine.size]
     plan = known or make(call, mine, sizes, q)
-    if not known and key and call.S is not None:
-        if len(_cached) >= 1000:
-            _cached.clear()
-        _cached[key] = plan
+    if not known and call.S is not None:
+        _cached.add(key, plan)
     return plan
 
 

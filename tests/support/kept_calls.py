@@ -229,16 +229,17 @@ def of_parts(stage, rung):
 @functools.cache
 def caches():
     """{a name: the dictionary}, of everything that keeps calls."""
-    found = {f"contract {n}": x.kept for n, x in enumerate(gc.get_objects()) if type(x) is contract.Calls}
+    stages = [x for x in gc.get_objects() if type(x) is contract.Stage]
+    found = {f"contract {x.name} {way}": getattr(x, way) for x in stages for way in ("forwards", "backwards")}
     found["ring"] = catalogue.stage("04").entry._cached
     for number in ("02", "03"):
         package = None if catalogue.unavailable(number) else catalogue.stage(number)
-        for one in pkgutil.iter_modules(package.__path__) if package else ():
-            module = importlib.import_module(f"{package.__name__}.{one.name}")
+        for one in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if package else ():
+            module = importlib.import_module(one.name)
             for name, x in vars(module).items():
-                if hasattr(x, "forget"):  # of replay.py
-                    found[f"{x.__module__}.{x.__name__}"] = x.forget.__self__
-                elif name == "kept" and isinstance(x, dict):
+                if hasattr(x, "recordings"):  # of replay.py
+                    found[f"{x.__module__}.{x.__name__}"] = x.recordings
+                elif name == "plans" and isinstance(x, dict):
                     found[module.__name__] = x
     return found
 

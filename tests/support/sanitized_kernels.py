@@ -67,7 +67,7 @@ def planted_race(kernel):
             shutil.copy(path, folder)
         file = Path(folder) / f"{kernel}.cu"
         file.write_text(with_a_race(file.read_text(), kernel))
-        with mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.kept, clear=True):
+        with mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True):
             yield
 
 

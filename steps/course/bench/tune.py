@@ -59,9 +59,9 @@ def main(
     tiles = getattr(module, TABLES[table])
 
     def plan():
-        launcher.forget()  # what it has recorded with another row
+        launcher.clear()  # what it has recorded with another row
         launcher(*inputs)
-        return partial(launcher.planned(*inputs), *inputs)
+        return partial(launcher.first(*inputs)[1], *inputs)
 
     key = min(largest for largest in tiles if head_dim <= largest)
     found = sweep(tiles, key, plan, device=engine.device)

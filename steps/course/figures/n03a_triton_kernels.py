@@ -88,7 +88,7 @@ def tiles_visited():
 def instructions():
     """Prints what fwd_0_fused becomes on an A100 and on an H100: instructions in the PTX, and shared memory."""
     script = "from steps.step03_triton import fwd_0_fused as file\nx = torch.zeros(1, 1, 128, 64).bfloat16()\n"
-    script += "for number in (80, 90):\n    arch(number)\n    file.forward.forget()\n    file.forward(x, x, x)"
+    script += "for number in (80, 90):\n    arch(number)\n    file.forward.clear()\n    file.forward(x, x, x)"
     names = "mma.sync", "wgmma.mma_async", "cp.async.cg"
     for made in compiled(script):
         counts = ", ".join(f"{name} {made['ptx'].count(name)}" for name in names)

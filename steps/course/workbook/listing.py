@@ -89,7 +89,7 @@ def edited(file, *edits):
             shutil.copy(path, folder)
         (Path(folder) / file).write_text(text)
         # The plans of earlier calls are kept. They would go on with the kernels that were compiled before.
-        files, plans = mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.kept, clear=True)
+        files, plans = mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True)
         with files, plans, mock.patch.object(contract, "key_of", return_value=None):
             yield text.splitlines()
 

@@ -46,7 +46,10 @@ def read(given, q, k):
     if used and given["rung"] is not None:
         raise ValueError(f"the rungs have no {used[0]}; got rung={given['rung']!r}. Leave rung out.")
     check_tensors(given | f, q, k)
-    return f | {"asked": used, "check_each": check_each(given | f, q, k)}
+    check = check_each(given | f, q, k)
+    if check is not None:
+        check_values(q.shape[-2], k.shape[-2], f)
+    return f | {"asked": used, "check_each": check}
 
 
 def read_traced(given, q):
@@ -65,7 +68,9 @@ def asked(f):
         x = f.get(name)
         if x is None or name == "check":
             continue
-        if isinstance(x, torch.Tensor) or holds(x != DEFAULTS[name], unknown=True):
+        if isinstance(x, torch.Tensor) or name in CARRIED:
+            names.append(name)
+        elif holds(x != DEFAULTS[name], unknown=True) if torch.compiler.is_compiling() else x != DEFAULTS[name]:
             names.append(name)
     return names
 
@@ -165,7 +170,10 @@ def read_integer(name, x, least, end, otherwise=""):
         x = index(x)
     except TypeError:
         raise TypeError(f"{name} must be an integer{otherwise}; got {told(x)}.") from None
-    if not (holds(least <= x, unknown=True) and holds(x < end, unknown=True)):
+    in_range = least <= x < end if not torch.compiler.is_compiling() else (
+        holds(least <= x, unknown=True) and holds(x < end, unknown=True)
+    )  # fmt: skip
+    if not in_range:
         raise ValueError(f"{name} must be at least {least} and less than {end}; got {x}.")
     return x
 
@@ -204,8 +212,12 @@ def check_tensors(f, q, k):
                 "batch entry is (B, 1, 1, Nk): index it with mask[:, None, None]."
             )
     sequences = B
-    if [name for name in PACKED if f[name] is not None]:
-        sequences = check_packed(q, B, f)
+    missing = []
+    for name in PACKED:
+        if f[name] is None:
+            missing.append(name)
+    if len(missing) < len(PACKED):
+        sequences = check_packed(q, B, f, missing)
     if slopes is not None:
         check_dtype("alibi_slopes", slopes, FLOATS, q.device)
         if tuple(slopes.shape) not in ((H,), (sequences, H)):
@@ -226,12 +238,12 @@ def check_tensors(f, q, k):
             raise ValueError(f"seed must have one element; got {seed.numel()}. Draw one with torch.randint.")
     if f["lengths_k"] is not None:
         check_lengths(q, B, f)
-    check_carried(q, f.get("out"), f.get("lse"))
+    if f.get("out") is not None or f.get("lse") is not None:
+        check_carried(q, f.get("out"), f.get("lse"))
 
 
-def check_packed(q, B, f):
-    """The number of packed sequences."""
-    missing = [name for name in PACKED if f[name] is None]
+def check_packed(q, B, f, missing):
+    """The number of packed sequences. missing: the names of PACKED that are not given."""
     if missing:
         raise ValueError(f"packed sequences need {', '.join(PACKED)}; got no {missing[0]}. Give all four or none.")
     if B != 1:
@@ -288,7 +300,7 @@ def check_values(Nq, Nk, f):
 
 
 def check_starts(name, starts, total, longest):
-    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    lengths = list(map(operator.sub, starts[1:], starts))
     if starts[0] != 0 or min(lengths, default=0) < 0 or starts[-1] > total:
         raise ValueError(
             f"{name} must begin with 0, never fall, and end at most at {total}, the number of rows; got {starts}. "
@@ -315,8 +327,6 @@ def check_carried(q, out, lse):
     if (out is None) != (lse is None):
         missing = "lse" if lse is None else "out"
         raise ValueError(f"out and lse are carried together; got no {missing}. Begin with out = 0 and lse = -inf.")
-    if out is None:
-        return
     for name, x, shape in (("out", out, q.shape), ("lse", lse, q.shape[:-1])):
         check_dense(name, x)
         check_dtype(name, x, (torch.float32,), q.device)
