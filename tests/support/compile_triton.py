@@ -3,12 +3,14 @@
     python tests/support/compile_triton.py '[["fused", 80, "bfloat16", 128, true], ...]'
 
 An entry is (rung, compute capability, dtype, head_dim, causal). Prints a line of JSON for each kernel: what was asked,
-the kernel's name and its key in Triton's cache, the threads and the bytes of shared memory of a program, a thread's
-registers, the bytes of them that ptxas spills, of rung gluon's backward also the words that it spills in every step,
-whether ptxas serialises wgmma instructions, and how often some instructions stand in the PTX.
+the kernel's name, its key in Triton's cache and a hash of its PTX without names, the threads and the bytes of shared
+memory of a program, a thread's registers, the bytes of them that ptxas spills, of rung gluon's backward also the words
+that it spills in every step, whether ptxas serialises wgmma instructions, and how often some instructions stand in the
+PTX.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -61,6 +63,16 @@ def assemble(ptx, capability):
         path.write_text(said.stderr)
 
     return cache.get((ptxas.version, target, ptx), ".log", make).read_text()
+
+
+def normal(ptx):
+    """PTX without comments, line numbers, debug information and the names of kernels."""
+    ptx = re.sub(r"//.*|^\s*\.(loc|file)\b.*", "", ptx, flags=re.M)
+    ptx = ptx.partition(".section\t.debug")[0]
+    names = re.findall(r"\.entry (\w+)\(", ptx)
+    for name in names:
+        ptx = ptx.replace(name, "kernel")
+    return "\n".join(filter(None, map(str.strip, ptx.splitlines())))
 
 
 def spilled_in_a_step(cubin):
@@ -125,6 +137,7 @@ def compile_all(launches):
         found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
         if "setmaxnreg" in ptx and kernel.__name__ == "keys_kernel":  # that of rung gluon alone has roles
             found |= dict(spilled_in_a_step=spilled_in_a_step(compiled.asm["cubin"]))
+        found |= dict(text=hashlib.sha256(normal(ptx).encode()).hexdigest())
         found |= dict(registers=int(re.search(r"Used (\d+) registers", log)[1]))
         found |= dict(threads=32 * compiled.metadata.num_warps) | {name: ptx.count(name) for name in INSTRUCTIONS}
         print(json.dumps(found), flush=True)
