@@ -12,6 +12,10 @@ import numbers
 
 import torch
 
+NO_GRADIENT = (
+    "a launcher has no gradient, and its input requires one. Call it in a torch.autograd.Function, as class Attention "
+    "of steps/README.md does, or under torch.no_grad()."
+)
 CONSTANT = frozenset((bool, int, float, str, type(None)))  # the types of almost all options
 
 
@@ -27,6 +31,14 @@ class Cache(dict):
                 self.clear()
             self[key] = value
         return value
+
+
+def check_no_gradient(*tensors):
+    """Raises RuntimeError where autograd would record a call that has no gradient, and so lose it without a word."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                raise RuntimeError(NO_GRADIENT)
 
 
 def key_of(tensors, options):

@@ -183,13 +183,12 @@ class Stage:
 
     def take_tensors(self, options, q):
         """Takes the tensors out of the options: {name: tensor}. A seed is among them where it is still to be drawn."""
-        named = {}
+        named, p = {}, options.get("dropout_p")
         for name in self.named:
-            if name in options and (x := options.pop(name)) is not None:
+            x = options.pop(name, None)
+            if x is not None or name == "seed" and isinstance(p, numbers.Real) and p:
                 named[name] = x
-        p, seed = options.get("dropout_p"), named.get("seed")
-        if isinstance(p, numbers.Real) and p:
-            named.setdefault("seed", None)
+        seed = named.get("seed")
         if seed is not None and not isinstance(seed, torch.Tensor) and isinstance(q, torch.Tensor):
             named["seed"] = self.features.seed_on(q.device, seed)
         return named

@@ -15,23 +15,23 @@ from steps import catalogue, engine
 from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
-FEATURES = "flash flash flash_kernels features tiles replay"
-CHECKED = "options operators dropout decode flash_gluon fwd_3_gluon scheduler bwd_2_gluon bwd_1_tma sdpa models"
+REPLAY = "replay ../cached"
+FEATURES = f"features/flash features/flash features/flash_kernels features/scores features/tiles {REPLAY}"
 SETS = {  # The stage, and the files to copy: that of the forward, that of the backward, and those that they need.
     "00 matrix": ("step00_naive", "fwd_1_matrix bwd_1_matrix"),
     "00 tiled": ("step00_naive", "fwd_3_tiled bwd_3_tiled"),
     "01 published": ("step01_fa1_numba", "fwd_0_published bwd_0_published"),
     "01 loops_swapped": ("step01_fa1_numba", "fwd_1_loops_swapped bwd_0_published fwd_0_published"),
     "01 registers": ("step01_fa1_numba", "fwd_2_registers bwd_2_registers fwd_0_published"),
-    "03 fused": ("step03_triton", "fwd_0_fused bwd_0_fused replay"),
-    "03 tma": ("step03_triton", "fwd_1_tma bwd_1_tma replay"),
-    "03 roles": ("step03_triton", "fwd_2_roles bwd_1_tma replay"),
+    "03 fused": ("step03_triton", f"fwd_0_fused bwd_0_fused {REPLAY}"),
+    "03 tma": ("step03_triton", f"fwd_1_tma bwd_1_tma {REPLAY}"),
+    "03 roles": ("step03_triton", f"fwd_2_roles bwd_1_tma {REPLAY}"),
     "03 features": ("step03_triton", FEATURES),
-    "03 checked": ("step03_triton", f"checked checked {FEATURES} {CHECKED}"),
 }
+DECODE = f"features/decode features/scores {REPLAY}"
 # What every rung of stage 02 needs beside its own .cu files.
 HOST = "ladder calls plan works dealing nvrtc cache wgmma".split()
-HOST = [f"step02_fa2_cuda/{file}.py" for file in HOST]
+HOST = [f"step02_fa2_cuda/{file}.py" for file in (*HOST, "../cached")]
 HOST += ["step02_fa2_cuda/ptx.cuh", "step02_fa2_cuda/emulator"]  # the last where there is no GPU
 # A Python that runs one copy after another, because importing torch for each would take longer than all of them. A line
 # of its input is a folder and the call of `check`; a line of its output is the traceback, empty if all is well.
@@ -43,21 +43,36 @@ import torch.nn.functional as F
 
 def lifted(path):
     file, function = path.split(".")
-    return getattr(importlib.import_module("lifted." + file), function)
+    return getattr(importlib.import_module("lifted." + file.replace("/", ".")), function)
 
-def check(forward, backward, D=32, dtype="float32", forward_options={}, backward_options={}):
+def check(forward, backward, D=32, dtype="float32", forward_options={}, backward_options={}, refuses=True):
     forward, backward = lifted(forward), lifted(backward)
     q, k, v, dout = torch.randn(4, 1, 1, 19, D).to(device, getattr(torch, dtype))
     out, lse = forward(q, k, v, causal=True, **forward_options)
-    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    leaves = [x.float().clone().requires_grad_() for x in (q, k, v)]
     sdpa = F.scaled_dot_product_attention(*leaves, is_causal=True)
     near = dict(rtol=1e-4, atol=1e-5) if dtype == "float32" else dict(rtol=0.03, atol=0.03)
     torch.testing.assert_close(out.float(), sdpa, **near)
     gradients = backward(dout, q, k, v, out, lse, causal=True, **backward_options)
     for mine, its in zip(gradients, torch.autograd.grad(sdpa, leaves, dout.float())):
         torch.testing.assert_close(mine.float(), its, **near)
+    # By the page's Function, for a dout that is expanded.
+    parts = functools.partial(forward, **forward_options), functools.partial(backward, **backward_options)
+    mine, its = ([x.detach().clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    page["Attention"].apply(*mine, *parts, {"causal": True}).sum().backward()
+    F.scaled_dot_product_attention(*(x.float() for x in its), is_causal=True).sum().backward()
+    for x, y in zip(mine, its):
+        torch.testing.assert_close(x.grad.float(), y.grad.float(), **near)
+    if refuses:
+        try:
+            parts[0](*mine, causal=True)
+        except RuntimeError as problem:
+            assert "as class Attention of steps/README.md does" in str(problem)
+        else:
+            raise AssertionError("a launcher lost a gradient")
 
-device = sys.argv[1]
+device, page = sys.argv[1], {}
+exec(sys.argv[2], page)
 for line in sys.stdin:
     folder, options = json.loads(line)
     for name in [name for name in sys.modules if name.split(".")[0] == "lifted"]:
@@ -77,7 +92,7 @@ def python(tmp_path_factory):
     simulated = "1" if engine.name == "cpu" else "0"
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": simulated, "TRITON_INTERPRET": simulated}
     environment["OMP_NUM_THREADS"] = "1"  # The tensors are so small that one thread is faster than two.
-    command = [sys.executable, "-c", USE, engine.device]
+    command = [sys.executable, "-c", USE, engine.device, program_of_the_page("any set")]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     folder = tmp_path_factory.mktemp("elsewhere")
     with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
@@ -89,7 +104,7 @@ def copy(files, folder):
     """Copies these files and folders of steps/ into folder/lifted, where files of a stage's own folder keep it."""
     for file in files:
         copy_one = shutil.copytree if (STEPS / file).is_dir() else shutil.copy
-        place = folder / "lifted" / Path(*Path(file).parts[1:])
+        place = folder / "lifted" / Path(*[part for part in Path(file).parts[1:] if part != ".."])
         place.parent.mkdir(parents=True, exist_ok=True)
         copy_one(STEPS / file, place)
 
@@ -105,7 +120,7 @@ def use(python, folder, **options):
 NO_GPU = """
 import importlib, torch
 q = torch.zeros(1, 1, 4, 16, dtype=torch.float16)
-for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "checked"):
+for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "features.flash", "features.decode"):
     try:
         importlib.import_module("lifted." + file).forward(q, q, q)
     except RuntimeError as problem:
@@ -117,10 +132,11 @@ for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "chec
 def test_without_a_gpu_a_file_of_triton_says_what_is_missing(tmp_path):
     if reason := catalogue.unavailable("03"):
         pytest.skip(reason)
-    copy({f"{stage}/{stem}.py" for stage, stems in SETS.values() for stem in stems.split() if "03" in stage}, tmp_path)
+    stems = {stem for stage, stems in SETS.values() if "03" in stage for stem in (*stems.split(), *DECODE.split())}
+    copy([f"step03_triton/{stem}.py" for stem in stems], tmp_path)
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     said = subprocess.check_output([sys.executable, "-c", NO_GPU], cwd=tmp_path, env=environment, text=True)
-    assert said.count("no GPU: start Python with TRITON_INTERPRET=1") == len(said.splitlines()) == 6
+    assert said.count("no GPU: start Python with TRITON_INTERPRET=1") == len(said.splitlines()) == 5
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -129,7 +145,8 @@ def test_copied_files_work_alone(name, tmp_path, python):
         pytest.skip(reason)
     stage, stems = SETS[name][0], SETS[name][1].split()
     copy([f"{stage}/{stem}.py" for stem in stems], tmp_path)
-    use(python, tmp_path, forward=f"{stems[0]}.forward", backward=f"{stems[1]}.backward")
+    refuses = "03" in stage  # the others' autograd, or memory, says so itself
+    use(python, tmp_path, forward=f"{stems[0]}.forward", backward=f"{stems[1]}.backward", refuses=refuses)
 
 
 def inputs(rung, dtypes):
@@ -223,9 +240,10 @@ if other:
 """
 
 
-def program_of_the_page():
-    """The page's program that makes the ring differentiable."""
-    (program,) = re.findall(r"```python\n(.*?)```", (STEPS / "README.md").read_text(), re.S)
+def program_of_the_page(what):
+    """The page's program that makes this differentiable: "any set" or "ring attention"."""
+    programs = re.findall(r"```python\n(.*?)```", (STEPS / "README.md").read_text(), re.S)
+    (program,) = [program for program in programs if f"# {what}, differentiable" in program]
     return program
 
 
@@ -234,7 +252,7 @@ def test_the_ring_trains_alone_on_two_ranks(tmp_path):
     copy([*(f"step04_ring/{file}" for file in RING), *block], tmp_path)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    command = [sys.executable, "-c", TRAIN, str(tmp_path / "store"), program_of_the_page()]
+    command = [sys.executable, "-c", TRAIN, str(tmp_path / "store"), program_of_the_page("ring attention")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -258,7 +276,7 @@ def test_the_page_names_the_files_of_the_ring():
     assert names_on_the_page("ring.forward", whole=True) - {"step04_ring/"} == RING
 
 
-TRITON = {path.stem: path.read_text() for path in (STEPS / "step03_triton").glob("*.py")}
+TRITON = {path.stem: path.read_text() for path in (STEPS / "step03_triton").rglob("*.py") if path.stem != "cached"}
 HEADS = {stem: " ".join(text.split('"""')[1].split()) for stem, text in TRITON.items()}
 OF_THESE = "the files that they name"
 
@@ -272,10 +290,16 @@ def needed(stem):
 
 @pytest.mark.parametrize("stem", [stem for stem, head in HEADS.items() if "Needs " in head])
 def test_the_head_of_a_file_names_the_files_that_it_needs(stem):
-    lines = re.findall(r"^from \.(\w*) import ([\w, ]+)", TRITON[stem], re.M)
+    lines = re.findall(r"^from \.+(\w*) import ([\w, ]+)", TRITON[stem], re.M)
     imported = {name for file, names in lines for name in ([file] if file else names.split(", "))}
-    imported |= set(re.findall(r"^from \.(\w+) import \(", TRITON[stem], re.M))
+    imported |= set(re.findall(r"^from \.+(\w+) import \(", TRITON[stem], re.M))
     assert imported <= needed(stem) and (OF_THESE in HEADS[stem] or imported == needed(stem))
+
+
+@pytest.mark.parametrize("stems", [stems for stage, stems in SETS.values() if "03" in stage] + [DECODE])
+def test_a_set_has_all_that_its_files_need(stems):
+    names = {Path(stem).name for stem in stems.split()}
+    assert {name for stem in names - {"cached"} for name in needed(stem)} <= names
 
 
 def test_a_cuda_file_needs_no_other_than_ptx_cuh():
@@ -292,10 +316,12 @@ def names_on_the_page(call, whole=False):
     return {file if whole else Path(file).name for file in re.findall(r"`([^`]+)`", line.split("|")[2])}
 
 
-@pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused", "03 tma"])
+@pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused", "03 tma", "03 features", "03 decode"])
 def test_the_page_names_the_files_of_a_set(name):
-    stage, stems = SETS[name][0], SETS[name][1].split()
-    assert names_on_the_page(f"{stems[0]}.forward") - {stage} == {f"{stem}.py" for stem in stems}
+    stage, stems = (SETS | {"03 decode": ("step03_triton", DECODE)})[name]
+    stems = stems.split()
+    files = {f"{stem}.py".removeprefix("../") for stem in stems}
+    assert names_on_the_page(f"{Path(stems[0]).name}.forward", whole="03" in name) - {stage, f"{stage}/"} == files
 
 
 def test_the_page_names_the_files_that_every_rung_needs():

@@ -1,6 +1,7 @@
 """Tests of the features' cases: they kill every planted mistake, in plain torch and in stage 03's own code."""
 
 import importlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,29 +34,29 @@ def test_there_are_enough_and_each_says_what_it_is():
 
 # (mutant, case, file, what is replaced once in the file, by what)
 PLANTED = [
-    ("mask_batch_and_head_exchanged", "additive of each head", "features.py",
+    ("mask_batch_and_head_exchanged", "additive of each head", "scores.py",
      "b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]",
      "b.to(tl.int64) * strides[1] + h.to(tl.int64) * strides[0]"),
-    ("mask_without_start", "additive for keys + packed", "features.py", " + query * strides[2] + key * strides[3]", ""),
-    ("boolean_mask_inverted", "boolean", "features.py", "tl.where(M != 0,", "tl.where(M == 0,"),
-    ("additive_mask_scaled", "additive", "features.py", "M = M.to(tl.float32)", "M = M.to(tl.float32) * f.scale"),
+    ("mask_without_start", "additive for keys + packed", "scores.py", " + query * strides[2] + key * strides[3]", ""),
+    ("boolean_mask_inverted", "boolean", "scores.py", "tl.where(M != 0,", "tl.where(M == 0,"),
+    ("additive_mask_scaled", "additive", "scores.py", "M = M.to(tl.float32)", "M = M.to(tl.float32) * f.scale"),
     ("mask_gradient_scaled", "additive", "flash_kernels.py", "dM, mask=exists)", "dM * f.scale, mask=exists)"),
     ("mask_gradient_of_x", "softcap + additive + alibi", "flash_kernels.py", "_, dS, _ = tile_gradients(",
      "_, _, dS = tile_gradients("),
     ("mask_gradient_of_one_batch", "additive for keys", "flash.py", "sequences if shape[0] == 1 and not packed else 1",
      "1"),
     ("mask_gradient_of_one_head", "additive", "flash.py", "H if shape[1] == 1 else 1", "1"),
-    ("window_left_exclusive", "window", "features.py", "key >= query +", "key > query +"),
-    ("window_right_exclusive", "window", "features.py", "key <= query +", "key < query +"),
-    ("first_query_ignored", "first", "features.py", "if f.first_query is None:  #", "if True:  #"),
-    ("first_key_ignored", "first", "features.py", "tl.cast(f.first_query, tl.int32) - f.first_key", "f.first_query"),
-    ("alibi_added", "alibi", "features.py", "S -= head.slope", "S += head.slope"),
-    ("alibi_of_size", "alibi of each batch", "features.py", "S -= head.slope", "S -= tl.abs(head.slope)"),
-    ("alibi_signed", "alibi", "features.py", "tl.abs(first", "(first"),
-    ("alibi_top_left", "alibi", "features.py", "(j - i - seq.shift)", "(j - i)"),
-    ("alibi_of_first_batch", "alibi of each batch", "features.py", "seq.number * f.slope_strides[0]", "0"),
+    ("window_left_exclusive", "window", "scores.py", "key >= query +", "key > query +"),
+    ("window_right_exclusive", "window", "scores.py", "key <= query +", "key < query +"),
+    ("first_query_ignored", "first", "scores.py", "if f.first_query is None:  #", "if True:  #"),
+    ("first_key_ignored", "first", "scores.py", "tl.cast(f.first_query, tl.int32) - f.first_key", "f.first_query"),
+    ("alibi_added", "alibi", "scores.py", "S -= head.slope", "S += head.slope"),
+    ("alibi_of_size", "alibi of each batch", "scores.py", "S -= head.slope", "S -= tl.abs(head.slope)"),
+    ("alibi_signed", "alibi", "scores.py", "tl.abs(first", "(first"),
+    ("alibi_top_left", "alibi", "scores.py", "(j - i - seq.shift)", "(j - i)"),
+    ("alibi_of_first_batch", "alibi of each batch", "scores.py", "seq.number * f.slope_strides[0]", "0"),
     ("softcap_without_derivative", "softcap", "flash_kernels.py", "dS * derivative", "dS"),
-    ("softcap_without_scale", "softcap", "features.py", "X * (f.scale / f.softcap)", "X / f.softcap"),
+    ("softcap_without_scale", "softcap", "scores.py", "X * (f.scale / f.softcap)", "X / f.softcap"),
     ("sink_scaled", "boolean + causal + sinks", "flash.py", "sinks.float()", "(sinks.float() * 24**-0.5)"),  # of D = 24
     ("sink_in_base2", "additive + dropout + softcap + sinks", "flash.py", "sinks.float()",
      "(sinks.float() * 0.6931472)"),
@@ -71,9 +72,9 @@ PLANTED = [
      "        P = tl.where(kept(tile, f, seq, head), P, 0.0)\n"
      "        m = m_new\n"),
     ("dropout_not_in_dp", "dropout", "flash_kernels.py", "tl.where(keep, dP * f.kept_scale, 0.0)", "dP"),
-    ("dropout_without_first_key", "causal + first + dropout + left window", "features.py",
+    ("dropout_without_first_key", "causal + first + dropout + left window", "scores.py",
      "j += f.first_key", "j += 0"),
-    ("packed_top_left", "alibi + packed + first key", "features.py", "shift = keys.N - queries.N - f.first_key",
+    ("packed_top_left", "alibi + packed + first key", "scores.py", "shift = keys.N - queries.N - f.first_key",
      "shift = 0 - f.first_key"),
 ]  # fmt: skip
 FIRST = {row[1]: row for row in reversed(PLANTED)}  # A short run has one mistake for each case.
@@ -95,12 +96,15 @@ def test_the_kernels_with_a_mistake_give_the_mutants_results(name, case, file, o
 def changed_flash(name, file, old, new, tmp_path, monkeypatch):
     """flash.py in a package of its own, with one piece of text of a file replaced."""
     package = tmp_path / f"with_{name}"
-    package.mkdir()
-    for each in ("flash.py", "flash_kernels.py", "features.py", "tiles.py", "replay.py"):
-        text = (Path(step03_triton.__file__).parent / each).read_text()
+    (package / "features").mkdir(parents=True)
+    stage = Path(step03_triton.__file__).parent
+    for path in (stage.parent / "cached.py", stage / "replay.py"):
+        shutil.copy(path, package)
+    for each in ("flash.py", "flash_kernels.py", "scores.py", "tiles.py"):
+        text = (stage / "features" / each).read_text()
         if each == file:
             assert text.count(old) == 1
             text = text.replace(old, new)
-        (package / each).write_text(text)
+        (package / "features" / each).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    return importlib.import_module(f"{package.name}.flash")
+    return importlib.import_module(f"{package.name}.features.flash")

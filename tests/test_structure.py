@@ -37,7 +37,7 @@ BELOW = {
     "catalogue": {"engine", "stages"},
     "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},  # also steps/course/workbook.py
     "bench": {"places", "checks", "contract", "engine", "stages", "catalogue"},
-    "figures": {"places", "checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
+    "figures": {"places", "cached", "checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
     "demo": {"places", "contract", "engine", "stages", "catalogue", "bench", "figures"},
     "verify": {"engine", "workbook", "bench"},
     "__main__": {"places", "contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},

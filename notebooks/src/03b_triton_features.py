@@ -21,7 +21,7 @@
 #
 # - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta. Linux.
 # - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
-# - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md): `flash*.py`, `features.py`, `decode.py`;
+# - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md): `features/`, with `flash*.py`, `scores.py`, `decode.py`;
 #   [figures](../steps/course/figures/n03b_triton_features.py).
 # - **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`.
 
@@ -123,7 +123,7 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 #
 # ## 3. From algorithm to code
 #
-# `flash_kernels.py` is 03a's rung `tma` with calls of `features.py`, the same in both directions: `tile_ranges` says
+# `flash_kernels.py` is 03a's rung `tma` with calls of `scores.py`, the same in both directions: `tile_ranges` says
 # which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
 #
 # In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. c is 03a's

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from . import ladder, works
-from .cached import Cache, key_of
+from .cached import Cache, check_no_gradient, key_of
 from .plan import Plan, Sums, attend, differentiate, differentiate_keys
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -36,6 +36,7 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
     fwd_8_hopper.cu, such as PINGPONG=0, to measure what an idea brings; for the same reason rung may be a row of the
     ladder. Raises TypeError, ValueError or RuntimeError before anything is launched.
     """
+    check_no_gradient(q, k, v)
     options = {"rung": rung, "causal": causal, "scale": scale, "tile": tile, **switches}
     key = key_of((q, k, v), options)
     plan = plans.get(key)
@@ -77,6 +78,7 @@ def backward(
     scale are as for `forward`. tile: the forward's; a row with `tile_of_forward` uses it. backward_tile: (Br, Bc)
     instead of the backward row's. deterministic: dq, too, is bit-equal from run to run.
     """
+    check_no_gradient(dout, q, k, v, out, lse)
     options = {"rung": rung, "causal": causal, "scale": scale, "tile": tile, "backward_tile": backward_tile}
     options["deterministic"] = deterministic
     key = key_of((dout, q, k, v, out, lse), options)

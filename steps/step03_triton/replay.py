@@ -24,7 +24,7 @@ from contextlib import nullcontext
 import torch
 import triton
 
-from .cached import Cache, key_of
+from .cached import Cache, check_no_gradient, key_of
 
 # Triton's interpreter replaces functions of triton.language while a kernel runs, and so serves one thread at a time.
 ONE_AT_A_TIME = threading.RLock()
@@ -35,11 +35,17 @@ def replayed(function):
     return Replayed(function)
 
 
+def for_inference(function):
+    """The same of a function that nobody differentiates: it may be called where gradients are recorded."""
+    return Replayed(function, for_inference=True)
+
+
 class Replayed:
     """Runs its function once for each layout of the tensors, which are among its arguments and options."""
 
-    def __init__(self, function):
+    def __init__(self, function, for_inference=False):
         functools.update_wrapper(self, function)
+        self.for_inference = for_inference
         self.function, self.parameters = function, inspect.signature(function)
         self.__signature__ = self.parameters.replace(parameters=[*self.parameters.parameters.values()][1:])
         self.recordings = Cache()
@@ -48,6 +54,8 @@ class Replayed:
     def __call__(self, *arguments, **options):
         """The function's results."""
         named = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+        if not self.for_inference:
+            check_no_gradient(*arguments, *named.values())
         others = {name: x for name, x in options.items() if name not in named} if named else options
         key = key_of((*arguments, *named.values()), others)
         key = key and (*key, *named)

@@ -85,7 +85,7 @@ def check(kernel, N=261):
 
 def check_features(kernel):
     """The same for a file with features: decode has no backward, and flash_gluon one for sinks alone."""
-    module, (cases, n, D) = importlib.import_module(f"steps.step03_triton.{kernel}"), FEATURES[kernel]
+    module, (cases, n, D) = importlib.import_module(f"steps.step03_triton.features.{kernel}"), FEATURES[kernel]
     for names, dtype in zip(cases, itertools.cycle(HALVES if kernel == "flash_gluon" else ALL), strict=False):
         *on_cpu, options = feature_cases.inputs(names, dtype, n=n, D=D)
         want = feature_cases.expected(*on_cpu, options)

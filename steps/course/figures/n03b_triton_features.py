@@ -61,12 +61,12 @@ def windows():
 
 TRANSPOSED = "flash", "expand(B, H, Nq, Nk).stride()", "expand(B, H, Nq, Nk).mT.stride()"
 MISTAKES = {  # the setting in which they are run, the file, and the change
-    "window one key too wide": ("window", "features", "(seq.shift - f.left)", "(seq.shift - f.left - 1)"),
+    "window one key too wide": ("window", "scores", "(seq.shift - f.left)", "(seq.shift - f.left - 1)"),
     "mask transposed": ("mask", *TRANSPOSED),
     "the same, symmetric mask": ("symmetric mask", *TRANSPOSED),
-    "soft-cap without derivative": ("soft-cap", "features", "1 - S * S", "1.0"),
-    "ALiBi of the key alone": ("causal ALiBi", "features", "tl.abs(first - column.to(tl.float32))", "-(j + column)"),
-    "keys counted from the tile": ("dropout", "features", "(j >> 4) + tl.arange", "tl.arange"),
+    "soft-cap without derivative": ("soft-cap", "scores", "1 - S * S", "1.0"),
+    "ALiBi of the key alone": ("causal ALiBi", "scores", "tl.abs(first - column.to(tl.float32))", "-(j + column)"),
+    "keys counted from the tile": ("dropout", "scores", "(j >> 4) + tl.arange", "tl.arange"),
     "dP not scaled": ("dropout", "flash_kernels", "dP * f.kept_scale", "dP"),
 }
 

@@ -2,10 +2,12 @@
 
 import importlib
 import itertools
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+from steps import cached
 from steps.step03_triton import fwd_0_fused
 
 FILES = "fwd_0_fused", "replay", "features/flash", "features/flash_kernels", "features/scores", "features/tiles"
@@ -18,6 +20,7 @@ def planted(module, file, before, after):
     """The module of stage 03, from a copy of FILES in which `after` stands for `before` in one file."""
     package = Path(folder.name, f"planted_{next(numbers)}")
     (package / "features").mkdir(parents=True)
+    shutil.copy(Path(cached.__file__), package)
     names = {Path(path).name: path for path in FILES}  # they import no other file
     for stem, path in names.items():
         text = (Path(fwd_0_fused.__file__).parent / f"{path}.py").read_text()

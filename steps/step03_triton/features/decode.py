@@ -14,7 +14,7 @@ at least 16 rows, for the tensor cores, and always a mask. Both are free, since 
 
 The merge is that of step04_ring/merge.py for lse_s = scale m_s + log l_s. Here m_s and l_s stay apart: at scores of 4
 million float32 has no room for log l_s. What caches of today's models ask for is here, too: a window, whose keys alone
-are read, a soft-cap, ALiBi and sinks. Left out: K and V in pages. Needs torch, Triton, replay.py and features.py.
+are read, a soft-cap, ALiBi and sinks. Left out: K and V in pages. Needs torch, Triton, replay.py and scores.py.
 """
 
 import functools
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..replay import replayed
+from ..replay import for_inference
 from .scores import check_options, tanh
 
 # (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. All fit into the 99 KB of
@@ -150,7 +150,7 @@ def check(q, alibi_slopes, lengths_k, splits):
         raise ValueError(f"splits must be an integer of at least 1, or None; got {splits!r}.")
 
 
-@replayed
+@for_inference
 def forward(
     record, q, k, v, *, causal=False, scale=None, window=None, softcap=None, alibi_slopes=None, lengths_k=None,
     sinks=None, splits=None

@@ -4,7 +4,7 @@
 The seed is a tensor that is drawn where q is. So Python does not wait for the GPU, torch.manual_seed decides what is
 drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. With torch.compile and
 torch._functorch.config.activation_memory_budget = 0 the backward draws anew, as that of torch's own dropout does, and
-its gradients are wrong: give a seed there. Needs features.py, options.py and replay.py.
+its gradients are wrong: give a seed there. Needs scores.py, options.py and replay.py.
 """
 
 import torch

@@ -4,13 +4,13 @@
     out, lse   = forward(q, k, v, causal=True, window=(4095, 0), softcap=50.0)
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True, window=(4095, 0), softcap=50.0)
 
-The kernels stand in flash_kernels.py, what a feature adds to them in features.py. Here are the launchers, and the
+The kernels stand in flash_kernels.py, what a feature adds to them in scores.py. Here are the launchers, and the
 tables of tiles. A kernel is compiled for each set of features, and has no instruction of one that is off. On Hopper
 flash_gluon.py has a faster forward for some of them, and a faster backward for sinks.
 
-Sources: FlashAttention-2, Algorithms 1 and 2; features.py names those of the features. Left out: paged K and V, fp8,
+Sources: FlashAttention-2, Algorithms 1 and 2; scores.py names those of the features. Left out: paged K and V, fp8,
 rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs torch, Triton, flash_kernels.py,
-features.py, tiles.py and replay.py.
+scores.py, tiles.py and replay.py.
 """
 
 from typing import NamedTuple
@@ -236,7 +236,7 @@ def tiled(record, mask, f, Br, Bc):
 def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    flash_attn's tensors are (B, N, H, D): give those as q.transpose(1, 2). Options, of which features.py gives the
+    flash_attn's tensors are (B, N, H, D): give those as q.transpose(1, 2). Options, of which scores.py gives the
     formula. Query i stands at i + first_query, by default Nk - Nq.
 
         causal, scale=1/sqrt(D), softcap

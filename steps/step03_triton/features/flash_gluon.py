@@ -14,7 +14,7 @@ In the forward a producer and two or three consumers work as in fwd_3_gluon.py. 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py and
 bwd_2_gluon.py; at head_dim 64 with two consumers where many tiles need a mask, because three of them spill registers
 there. Left out: all other features, and in the forward head_dims below 64. A narrow window at 64 is faster in flash.py.
-Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, scheduler.py, features.py, flash_kernels.py, replay.py, tiles.py.
+Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, scheduler.py, scores.py, flash_kernels.py, replay.py, tiles.py.
 """
 
 import torch

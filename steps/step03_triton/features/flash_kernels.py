@@ -7,10 +7,10 @@
     queries_kernel   owns Br queries, for dQ                                         dX = P (dP - delta) derivative
     mask_kernel      owns a tile of an additive mask, and sums dS = P (dP - delta) over all that the tile was added to
 
-features.py says what a feature does, tiles.py how tiles are read and written. i is the first query of a tile, and j its
+scores.py says what a feature does, tiles.py how tiles are read and written. i is the first query of a tile, and j its
 first key. A kernel has more parameters than a function: a number that must not be compiled into it, and a descriptor,
 each has to be one of its own. Nothing is added by atomics, so results are equal to the bit from run to run. Sources:
-FlashAttention-2, Algorithms 1 and 2. Needs Triton, features.py and tiles.py.
+FlashAttention-2, Algorithms 1 and 2. Needs Triton, scores.py and tiles.py.
 """
 
 from typing import Any, NamedTuple
