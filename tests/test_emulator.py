@@ -224,7 +224,8 @@ REFUSED = [  # kernel, how it is launched, the number that it is given if it tak
 
 @pytest.mark.parametrize("kernel, how, i, report", REFUSED)
 def test_what_a_kernel_must_not_do_is_reported(run, kernel, how, i, report):
-    y = {"shared_access": torch.zeros(1), "address_of": torch.zeros(1), "global_write": torch.zeros(20)[2:18:4]}.get(kernel)
+    x = torch.zeros(20)
+    y = {"shared_access": x[:1], "address_of": x[:1], "global_write": x[2:18:4]}.get(kernel)
     y = torch.zeros(32, dtype=torch.int32) if y is None else y
     arguments = () if kernel == "two_barriers" else (y,) if i is None else (y, i)
     report = re.sub(r"\{(\w+)\}", lambda mark: place(mark[1]), report)

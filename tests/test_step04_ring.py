@@ -32,7 +32,7 @@ from steps.step04_ring.agree import go_round
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
-from steps.workbook.edges import MERGES
+from steps.workbook.edges import MERGES, many_merges
 from support import races
 from support.contract_suite import Contract
 from support.ranks import (
@@ -122,6 +122,10 @@ def test_merge_at_the_edges(lse, lse_block, want, want_lse):
     merge(out, lse, torch.full((1, 1), 2.0), torch.tensor([lse_block]))
     assert out.item() == pytest.approx(want, abs=1e-3)
     assert lse.item() == pytest.approx(want_lse, rel=1e-6)
+
+
+def test_many_merges_round_nothing_to_16_bits():
+    assert many_merges({"module": merge.__module__}, None, None) == []
 
 
 def some_parts(n, D, dtype=torch.float32):
