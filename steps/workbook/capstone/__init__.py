@@ -117,7 +117,7 @@ def diagnose(rows):
     """The mutants that the results equal in every case. rows: what `judge` returned for each case."""
     rows = [(mutants._on_cpu(x), (T, T), mutants._on_cpu(got), mutants._on_cpu(want)) for x, got, want, _ in rows]
     failures = [error.failures(got, want) for _, _, got, want in rows]
-    rows = sorted(zip(rows, failures, strict=True), key=lambda row: not row[1])  # Wrong ones first: they exclude most.
+    rows = list(zip(rows, failures, strict=True))
     if not any(failures):
         return []
     names = list(rows[0][0][2])
