@@ -110,7 +110,7 @@ def _first_difference(job, failed):
 
         return probe.explain(job)
     says, inputs, run, want = min(failed, key=_simplest)
-    if job["id"] == "04.1":  # The ranks of a ring are processes of their own.
+    if job["stage"] == "step04_ring":  # The ranks of a ring are processes of their own.
         merge = importlib.import_module(job["module"])
         run = lambda: _of_chunks(merge.merge, inputs, last_first=says.endswith(LAST_FIRST))  # noqa: E731
     return first_difference.explain(job, says, run, lambda results: not error.failures(results, want))
