@@ -312,6 +312,17 @@ def _told(call, says):
     return lines + _entries(call, wrong[:1])
 
 
+def of_P(call):
+    """The lines about P of one head, the only thing that a call returns; [] if it is right."""
+    wrong = _wrong(call.yours["P"], call.right["P"])
+    if not wrong.any():
+        return []
+    seen = [{"P": (them["P"] > 1e-30).double()} for them in (call.yours, call.right)]
+    if places := (seen[0]["P"] != seen[1]["P"]).nonzero().tolist():
+        return _dots(Call("", 1, "", {}, *seen), "P", tuple(places[0])) + _entries(call, ["P"])
+    return [row for row in [_sum_of_a_row(call)] if row] + _entries(call, ["P"])
+
+
 def _where(arguments):
     """Such as ", at i = 8, j = 0", from the arguments that say where a call is."""
     shown = []

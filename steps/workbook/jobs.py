@@ -170,7 +170,8 @@ def capstone(job, tell):
         if any(lines for *_, lines in rows):
             break
     found = steps_of_capstone.diagnose(rows)
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found])
+    shown = [] if found else steps_of_capstone.first_difference(attention, step, rows)
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], difference=shown)
     if products and not any(lines for *_, lines in rows):
         products.raise_found()
 
