@@ -169,7 +169,7 @@ def capstone(job, tell):
             tell(says=case.says, wrong=rows[-1][-1], step=step)
         if any(lines for *_, lines in rows):
             break
-    found = steps_of_capstone.diagnose(rows)
+    found = steps_of_capstone.diagnose(rows, step)
     shown = [] if found else steps_of_capstone.first_difference(attention, step, rows)
     tell(mutants=[m.name for m in found], equals=[m.says for m in found], difference=shown)
     if products and not any(lines for *_, lines in rows):

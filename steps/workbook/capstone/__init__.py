@@ -151,8 +151,8 @@ def _probabilities(attention, x):
     return torch.cat(parts, -1).double()
 
 
-def diagnose(rows):
-    """The mutants that the results equal in every case. rows: what `judge` returned for each case."""
+def diagnose(rows, step):
+    """The mutants that the results equal in every case of a step. rows: what `judge` returned for each case."""
     rows = [(mutants._on_cpu(x), (T, T), mutants._on_cpu(got), mutants._on_cpu(want)) for x, got, want, _ in rows]
     failures = [error.failures(got, want) for _, _, got, want in rows]
     rows = list(zip(rows, failures, strict=True))
@@ -160,4 +160,6 @@ def diagnose(rows):
         return []
     names = list(rows[0][0][2])
     forward = [m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Forward)]
+    if step == 1:  # All keys are in one tile, and there is no alpha yet.
+        forward = [m for m in forward if "alpha" not in m.says]
     return mutants.explaining(forward, rows, names, "fa2")

@@ -109,6 +109,8 @@ def explain(got, want, out_s, lse_s):
 
 def _weights(out, out_s):
     """The weights of which out (D,) is the weighted sum of out_s (parts, D), or None if there are none."""
+    if not out.isfinite().all():
+        return None
     w = torch.linalg.lstsq(out_s.double().T, out.double()[:, None], driver="gelsd").solution[:, 0]
     return w if torch.allclose(w @ out_s.double(), out.double(), rtol=1e-4, atol=1e-5) else None
 
