@@ -9,7 +9,8 @@ They must also tell every two mutants apart, so that a wrong result can be given
 import functools
 import math
 from dataclasses import dataclass, is_dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,14 @@ class Forward:
         self.Nq, self.Nk, D = inputs.q.shape[-2], inputs.k.shape[-2], inputs.q.shape[-1]
         self.check()
         self.scale = self.choose_scale(inputs.scale, D)
-        self.K, self.V = (self.key_head(t.float(), inputs.q.shape[1]) for t in (inputs.k, inputs.v))
+
+    @functools.cached_property
+    def K(self):
+        return self.key_head(self.x.k.float(), self.x.q.shape[1])
+
+    @functools.cached_property
+    def V(self):
+        return self.key_head(self.x.v.float(), self.x.q.shape[1])
 
     def check(self):
         """Raises NotApplicable where the mistake makes no difference."""
@@ -76,7 +84,7 @@ class Forward:
         return D**-0.5 if scale is None else scale
 
     def key_head(self, x, H):
-        return x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] else x
+        return x.repeat_interleave(H // x.shape[1], dim=1) if 0 < x.shape[1] < H else x
 
     def key_tiles(self):
         tiles = range(0, self.Nk, self.Bc)
@@ -149,7 +157,7 @@ class Forward:
         return (O if self.order == "fa1" else self.divide(O, l)), m + l.log()
 
 
-@functools.lru_cache(maxsize=1)  # every mutant of the backward starts from the same forward
+@functools.lru_cache(maxsize=8)  # Every mutant of the backward starts from the same forward of each case.
 def _saved(inputs, tile, order):
     """(K, V, out, lse) of the forward without a mistake. K and V have one head for each query head."""
     forward = Forward(inputs, tile, order)
@@ -1619,8 +1627,7 @@ def diagnose(rows, order, masks=True):
     wrong = [error.failures(got, want) for _, _, got, want in rows]
     names = ("out", "lse") if any("out" in w or "lse" in w for w in wrong) else ("dq", "dk", "dv")
     kind = Forward if "out" in names else Backward
-    # Small wrong cases exclude most in the least time.
-    rows = sorted(zip(rows, wrong, strict=True), key=lambda row: (not row[1], row[0][0].q.numel()))
+    rows = list(zip(rows, wrong, strict=True))
     if kind is Backward:  # It computes huge scores again, and no two ways of making a mistake round them alike.
         rows = [row for row in rows if _largest_lse(row[0][3]) < 1e6] or rows
     if not any(failures for _, failures in rows) or _nan_everywhere(rows):
@@ -1701,30 +1708,97 @@ def rounding(sizes):
     return ""
 
 
-def explaining(known, rows, names, order, seen=None):
-    """Those of the mutants `known` that the results of all rows equal. rows: as `diagnose` has them, a wrong one first.
+def explaining(known, rows, names, order, seen=None, against=None):
+    """Those of the mutants `known` that the results of all rows equal.
 
-    names: the results that are compared. seen: a dictionary for who calls this with several tiles and orders.
+    rows: as `diagnose` has them, some of them wrong. names: the results that are compared. For who calls this several
+    times, with other tiles, orders or rows: seen is a dictionary, and against a set to which those kinds are added that
+    a row contradicts, because their results in it are wrong, and others than those at hand.
     """
-    look = _Look.at(*rows[0], names, {} if seen is None else seen)
-    return [m for m in known if any(_equals(kind, rows, names, order, look) for kind in (m.kind, *m.kind.variants))]
+    seen, against = {} if seen is None else seen, set() if against is None else against
+    rows = sorted(rows, key=_work)  # Small cases exclude most in the least time.
+
+    def fits(kind):
+        return _equals(kind, rows, names, order, seen, against)
+
+    return [m for m in known if any(map(fits, (m.kind, *m.kind.variants)))]
 
 
-def _equals(kind, rows, names, order, look):
-    if look and look.rules_out(kind, order):
-        return False
-    differs = False
-    for (inputs, tile, got, want), failures in rows:
-        try:
-            mistaken = kind(inputs, tile, order).run()
-        except NotApplicable:
-            if failures:
-                return False
-            continue
-        if _differ({name: got[name] for name in names}, mistaken, _tolerances(mistaken, want)):
+def _work(row):
+    n = row[0][0].q.numel()
+    return n == 0, n
+
+
+def _equals(kind, rows, names, order, seen, against):
+    def tiles():
+        """What a tile of each wrong case tells. Most mutants differ there already, after a fraction of the work."""
+        for row in rows if not issubclass(kind, Ring) else ():  # A rank's rows are no tile.
+            if row[1] and (look := _Look.at(row, names, seen)) and (found := look.compared(kind, order)):
+                yield row, found
+
+    mistaken = False
+    for row, found in chain(tiles(), ((row, compared(kind, row, order, seen)) for row in rows)):
+        if found.differs or row[1] and not found.applies:
+            if found.wrong:
+                against.add(kind)
             return False
-        differs |= bool(failures and error.failures({name: mistaken[name] for name in names}, want))
-    return differs
+        mistaken |= bool(row[1] and found.wrong)
+    return mistaken
+
+
+class _Compared(NamedTuple):
+    """A mutant beside the results of a case."""
+
+    applies: bool
+    differs: bool  # whether its results are others than these
+    wrong: bool  # whether its results are known to be wrong
+
+
+NOT_APPLICABLE = _Compared(False, False, False)
+
+
+def compared(kind, row, order, seen):
+    """How a mutant's results compare with those of a row as `diagnose` has them. seen: see `explaining`."""
+    (inputs, tile, got, want), failures = row
+    try:
+        mutant, decides = _mutant(kind, inputs, tile, order)
+
+        def whole():
+            mistaken = {name: x for name, x in mutant.run().items() if name in got}
+            differs = _differ({name: got[name] for name in mistaken}, mistaken, _tolerances(mistaken, want))
+            # What differs from right results is wrong.
+            wrong = bool(error.failures(mistaken, want)) if failures else differs
+            return mistaken, _Compared(True, differs, wrong)
+
+        return _remembered(whole, decides, mutant, seen)
+    except NotApplicable:
+        return NOT_APPLICABLE
+
+
+def _mutant(kind, inputs, tile, order):
+    """(the mutant, what decides its results beside the order)"""
+    mutant = kind(inputs, tile, order)
+    if not inputs.causal and _changed(kind).keys() <= MASK:  # Here it changes nothing.
+        kind = Backward if issubclass(kind, Backward) else Forward
+        mutant = kind(inputs, tile, order)
+    Br = tile[0] if mutant.Nq > mutant.Br or "Br" in _needs(kind) else None
+    Bc = tile[1] if mutant.Nk > mutant.Bc or "Bc" in _needs(kind) else None
+    return mutant, (id(inputs), kind, Br, Bc)
+
+
+def _remembered(compute, decides, mutant, seen):
+    """What `compute` finds of a mutant, if it is not known from this order, or from any where that changes nothing.
+
+    compute: () -> (the mutant's results, what is found).
+    """
+    own = mutant.order, *decides
+    found = seen.get(own, seen.get(decides, seen))
+    if found is seen:
+        results, found = compute()
+        finite = all((x.isfinite() | x.isneginf()).all() for x in results.values())
+        either = finite and _changed(type(mutant)).keys().isdisjoint(DIVIDING)
+        seen[decides if either else own] = found
+    return found
 
 
 @dataclass(frozen=True)
@@ -1735,58 +1809,66 @@ class _Look:
     tile: tuple
     by_keys: bool  # whether it is a tile of dk and dv
     first: int  # its first query or key
-    found: dict  # {name: the results in it}
-    bounds: dict  # {name: how far a mutant's results may be from these}
-    seen: dict  # {what decides it: whether a mutant is ruled out}, as far as known
+    found: dict  # {name: (the results in it, their _kind, how far a mutant's results may be from these)}
+    right: dict  # {name: (the right results in it, their _kind, the tolerance)}
+    seen: dict  # {what decides it: what was found of a mutant}
 
     @classmethod
-    def at(cls, row, failures, names, seen):
-        """The look at a row, or None where a part does not tell what the whole would."""
-        inputs, tile, got, want = row
+    def at(cls, row, names, seen):
+        """The look at a row, or None where a part does not tell what the whole would. Made once for a tile."""
+        (inputs, tile, got, want), failures = row
         by_keys = "dq" in names and not failures.keys().isdisjoint(("dk", "dv"))
         if "dq" in names:
             names = ("dk", "dv") if by_keys else ("dq",)
+        made = id(inputs), tile, *names
+        if made not in seen:
+            seen[made] = cls._at(inputs, tile, by_keys, got, want, failures.keys() & names, names, seen)
+        return seen[made]
+
+    @classmethod
+    def _at(cls, inputs, tile, by_keys, got, want, wrong, names, seen):
         bounds = {name: _bound(got[name], want.value[name], want.tolerance[name]) for name in names}
-        wrong = failures.keys() & names
         if not wrong or None in bounds.values():
             return None
         step = tile[1 if by_keys else 0]
         _, worst = max(_worst(got[name], want.value[name]) for name in wrong)
         first = worst // step * step
         of_tile = slice(first, first + step)
-        found = {name: got[name][:, :, of_tile].double() for name in names}
-        return cls(inputs, tile, by_keys, first, found, {name: x[:, :, of_tile] for name, x in bounds.items()}, seen)
+        found, right = {}, {}
+        for name in names:
+            x, y = got[name][:, :, of_tile].double(), want.value[name][:, :, of_tile]
+            found[name], right[name] = (x, _kind(x), bounds[name][:, :, of_tile]), (y, _kind(y), want.tolerance[name])
+        return cls(inputs, tile, by_keys, first, found, right, seen)
 
-    def rules_out(self, kind, order):
-        """Whether a mutant's results in this tile differ by more than `_differ` would allow in the whole of them."""
-        if issubclass(kind, Ring):  # A rank's rows are no tile.
-            return False
+    def compared(self, kind, order):
+        """How a mutant's results in this tile compare, or None if they do not differ by more than `_differ` would allow
+        in the whole of them.
+        """
         try:
-            mutant = kind(self.inputs, self.tile, order)
+            mutant, decides = _mutant(kind, self.inputs, self.tile, order)
         except NotApplicable:
-            return True  # It cannot give the wrong result.
-        if not self.inputs.causal and _changed(kind).keys() <= MASK:  # Here it changes nothing.
-            kind = Backward if issubclass(kind, Backward) else Forward
-            mutant = kind(self.inputs, self.tile, order)
-        fits = mutant.Nq <= mutant.Br and mutant.Nk <= mutant.Bc and not _needs_the_tile(kind)
-        either = _changed(kind).keys() <= BEFORE_OR_AFTER
-        decides = id(self.inputs), *self.found, kind, None if either else order, None if fits else self.tile
-        if decides not in self.seen:
-            self.seen[decides] = self.differs_from(mutant)
-        return self.seen[decides]
+            return NOT_APPLICABLE  # It cannot give the wrong result.
+        return _remembered(lambda: self.of_tile(mutant), (*self.found, *decides), mutant, self.seen)
 
-    def differs_from(self, mutant):
+    def of_tile(self, mutant):
         mistaken = mutant.run(self.first, keys=True) if self.by_keys else mutant.run(self.first)
-        for name, x in self.found.items():
-            y = mistaken[name][:, :, self.first : self.first + x.shape[2]].double()
-            if not torch.equal(_kind(x), _kind(y)) or ((x - y).abs() > self.bounds[name])[x.isfinite()].any():
-                return True
-        return False
+        differs = wrong = False
+        for name, found in self.found.items():
+            y = mistaken[name][:, :, self.first : self.first + found[0].shape[2]].double()
+            kind = _kind(y)
+            differs = differs or _apart(y, kind, *found)
+            wrong = wrong or _apart(y, kind, *self.right[name])
+        return mistaken, _Compared(True, True, wrong) if differs else None
+
+
+def _apart(y, kind, x, its_kind, bounds):
+    """Whether y has other infinities or NaN than x, or an entry that is not within the bounds of that of x."""
+    return not torch.equal(kind, its_kind) or (((x - y).abs() > bounds) & (kind == 0)).any().item()
 
 
 MASK = {"positions", "hidden", "hidden_score", "mask_causal", "end_of_keys"}  # the steps that a causal mask alone needs
-# The steps before the scores reach m, l and O, and after the last of them: there the order of loops changes nothing.
-BEFORE_OR_AFTER = MASK | {"choose_scale", "key_head", "load", "key_tiles", "mask_tail", "finish"}
+# Where these steps are right and nothing overflows, O that is divided in each tile is O that is divided at the end.
+DIVIDING = {"multiply_back", "normalise_step", "divide", "finish", "accumulator", "update", "run"}
 
 
 @functools.cache
@@ -1798,12 +1880,13 @@ def _changed(kind):
 
 
 @functools.cache
-def _needs_the_tile(kind):
-    """Whether its results depend on the size of a tile that is large enough for the whole case."""
-    codes = [getattr(x, "__code__", None) for x in _changed(kind).values()]
-    return not _changed(kind).keys().isdisjoint(("load", "mask_tail", "key_tiles")) or any(
-        {"Br", "Bc"} & set(code.co_names) for code in codes if code
-    )
+def _needs(kind):
+    """Those of Br and Bc that change its results even where the tile is large enough for all queries, or all keys."""
+    changed = _changed(kind)
+    if issubclass(kind, Ring) or not changed.keys().isdisjoint(("load", "mask_tail", "key_tiles")):
+        return {"Br", "Bc"}
+    codes = [getattr(x, "__code__", None) for x in changed.values()]
+    return {"Br", "Bc"} & {name for code in codes if code for name in code.co_names}
 
 
 def _worst(x, ref):

@@ -54,6 +54,16 @@ extern "C" __global__ void shared_access(Global<float> y, int i) {
   y[0] = a[i];  // mark: outside
 }
 
+// In CUDA the address of an element is a pointer like any other.
+__device__ Shared<const float> from(Shared<float> tile, int i) { return &tile[i]; }
+
+extern "C" __global__ void address_of(Global<float> y, int i) {
+  SharedMemory smem;
+  Shared<float> a = smem.array<float>(4), b = smem.array<float>(4);
+  for (int e = 0; e < 4; e++) b[e] = e;
+  y[0] = from(b, 1)[i];  // mark: beyond
+}
+
 extern "C" __global__ void global_write(Global<float> y, int i) { y[i] = 1; }
 
 extern "C" __global__ void warp_sum(Global<int> y) {
@@ -203,6 +213,7 @@ REFUSED = [  # kernel, how it is launched, the number that it is given if it tak
     ("shared_access", dict(block=1, shared_bytes=32), 4, "{outside}: access to element 4 of a shared array of 4 "),
     ("shared_access", dict(block=1, shared_bytes=32), -1, "{outside}: access to element -1 of a shared array of 4 "),
     ("shared_access", dict(block=1, shared_bytes=16), 0, "wants 32 bytes of shared memory so far, the launch gives 16"),
+    ("address_of", dict(block=1, shared_bytes=32), 3, "{beyond}: access to element 8 of a shared array of 8 elements"),
     ("global_write", dict(block=1), 13, r"access to element 13 of an argument of 13 elements \(block \(0, 0, 0\)"),
     ("global_write", dict(block=1), -1, r"access to element -1 of an argument of 13 elements"),
     ("half_a_warp", {}, None, "threads 0-15 wait at __shfl_xor_sync, {half}; threads 16-31 returned from the kernel"),
@@ -213,7 +224,8 @@ REFUSED = [  # kernel, how it is launched, the number that it is given if it tak
 
 @pytest.mark.parametrize("kernel, how, i, report", REFUSED)
 def test_what_a_kernel_must_not_do_is_reported(run, kernel, how, i, report):
-    y = {"shared_access": torch.zeros(1), "global_write": torch.zeros(20)[2:18:4]}.get(kernel)
+    x = torch.zeros(20)
+    y = {"shared_access": x[:1], "address_of": x[:1], "global_write": x[2:18:4]}.get(kernel)
     y = torch.zeros(32, dtype=torch.int32) if y is None else y
     arguments = () if kernel == "two_barriers" else (y,) if i is None else (y, i)
     report = re.sub(r"\{(\w+)\}", lambda mark: place(mark[1]), report)
@@ -226,6 +238,12 @@ def test_the_last_elements_can_be_accessed(run):
     run("global_write", buffer[2:18:4], 12, block=1)
     run("shared_access", torch.zeros(1), 3, block=1, shared_bytes=32)
     assert buffer[14] == 1
+
+
+def test_the_address_of_an_element_is_a_pointer(run):
+    y = torch.zeros(1)
+    run("address_of", y, 2, block=1, shared_bytes=32)
+    assert y == 3
 
 
 def test_shuffles(run):

@@ -86,12 +86,22 @@ def test_most_mutants_are_ruled_out_by_one_tile(name):
     assert whole <= 3 * len(rows) and part < len(OF_STAGE_00)
 
 
-def test_verify_computes_no_mutant_again_for_what_does_not_change_it():
-    def unnamed(q, k, v, causal, scale):
-        return step00_naive.forward(q, k, v + 0.1 * v.roll(1, -1), causal=causal, scale=scale)[0]
+def v_mixed(q, k, v, causal, scale):
+    return step00_naive.forward(q, k, v + 0.1 * v.roll(1, -1), causal=causal, scale=scale)[0]
 
+
+def masked_rows_not_0(q, k, v, causal, scale):
+    return step00_naive.forward(q, k, v, causal=causal, scale=scale)[0] + 1e-6
+
+
+@pytest.mark.parametrize("function, most_whole, most_parts", [
+    (v_mixed, 10, 1000),  # 785 looks; each mutant in each tile and order would be looked at 3,400 times
+    (masked_rows_not_0, 150, 750),  # right but in three cases: 118 and 608
+])  # fmt: skip
+def test_verify_computes_no_mutant_again_for_what_does_not_change_it(function, most_whole, most_parts):
     claims = anybody.Claims((torch.float32,), (32,), 16, backward=False, gqa=False, large_scores=False)
     kept = []
-    assert sum(bool(row["wrong"]) for row in verdict.judge(unnamed, claims, kept)) > 20
+    wrong = sum(bool(row["wrong"]) for row in verdict.judge(function, claims, kept))
+    assert wrong == 3 if function is masked_rows_not_0 else wrong > 20
     whole, part = computed(verdict.mistakes, kept, 16)
-    assert whole < 10 and part < 2200  # 3,400 looks without what is kept of them
+    assert whole < most_whole and part < most_parts

@@ -29,7 +29,7 @@ from reference import cases, error
 from steps import engine
 from steps.cached import Cache
 from steps.course.workbook.case_on_ranks import PlainBlock, group_of, outputs
-from steps.course.workbook.edges import MERGES
+from steps.course.workbook.edges import MERGES, many_merges
 from steps.step04_ring import Layout, block, demo, entry, launch, merge_kernels, plan, strategies
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
@@ -126,6 +126,10 @@ def test_merge_at_the_edges(lse, lse_block, want, want_lse):
     merge(out, lse, torch.full((1, 1), 2.0), torch.tensor([lse_block]))
     assert out.item() == pytest.approx(want, abs=1e-3)
     assert lse.item() == pytest.approx(want_lse, rel=1e-6)
+
+
+def test_many_merges_round_nothing_to_16_bits():
+    assert many_merges({"module": merge.__module__}, None, None) == []
 
 
 def some_parts(n, D, dtype=torch.float32):

@@ -159,23 +159,27 @@ def mistakes(kept, tile):
     cases have to carry it.
     """
     rows = [(says, row, error.failures(*row[1:])) for says, row in kept]
-    rows.sort(key=lambda row: (not row[2], row[1][0].q.numel()))  # Small wrong cases exclude most in the least time.
-    wrong = [row for row in rows if row[2]]
-    likely = [pair for pair in TILES if max(pair) <= 2 * tile]
+    wrong = sorted((row for row in rows if row[2]), key=lambda row: row[1][0].q.numel())
+    tiles = dict.fromkeys([(tile, tile), *(pair for pair in TILES if max(pair) <= 2 * tile)])
     if not wrong or mutants._nan_everywhere([((x, tile, got, want), f) for _, (x, got, want), f in wrong]):
         return []
     seen = {}
-    for pair, order in product([(tile, tile), *likely], ("fa2", "fa1")):
-        if found := _equal(rows, pair, order, seen):
+    against = {pair: set() for pair in tiles}  # kinds of mutants that a case contradicts
+    for pair, order in product(tiles, ("fa2", "fa1")):
+        if found := _equal(rows, pair, order, seen, against=against[pair] if order == "fa2" else None):
             return [("", found)]
     found = {}
     left = [row for row in wrong if _can_be_told(row)][:6]  # where more are wrong, it is seldom two known mistakes
-    for pair in (tile, tile), *likely:
-        told = [(row[0], _equal([row], pair, "fa2", seen)) for row in left]
-        for m in mutants.MUTANTS:
-            carriers = [says for says, equal in told if m in equal]
-            if len(carriers) > 1 and any(_fits(kind, rows, pair) for kind in (m.kind, *m.kind.variants)):
-                found.setdefault(tuple(carriers), []).append(m)
+    for pair in tiles:
+        carriers = {m: [] for m in mutants.MUTANTS}
+        for n, row in enumerate(left, 1):
+            possible = [m for m, some in carriers.items() if not against[pair].issuperset((m.kind, *m.kind.variants))
+                        and len(some) + len(left) - n > 0]  # fmt: skip
+            for m in _equal([row], pair, "fa2", seen, possible, against[pair]):
+                carriers[m].append(row[0])
+        for m, some in carriers.items():
+            if len(some) > 1 and any(_fits(kind, rows, pair, seen) for kind in (m.kind, *m.kind.variants)):
+                found.setdefault(tuple(some), []).append(m)
         left = [row for row in left if row[0] not in chain(*found)]
         if len(left) < 2:  # Nothing can have two carriers any more.
             break
@@ -183,15 +187,12 @@ def mistakes(kept, tile):
     return [("; ".join(some), equal) for some, equal in found.items() if not any({*some} < {*more} for more in found)]
 
 
-def _fits(kind, rows, tile):
+def _fits(kind, rows, tile, seen):
     """Whether the mutant's results are in no case wrong and others than these."""
-    for _, (x, got, want), _ in rows:
-        with contextlib.suppress(mutants.NotApplicable):
-            mistaken = {name: t for name, t in kind(x, tile, "fa2").run().items() if name in got}
-            found = {name: got[name] for name in mistaken}
-            wrong = error.failures(mistaken, want)
-            if wrong and mutants._differ(found, mistaken, mutants._tolerances(mistaken, want)):
-                return False
+    for _, (x, got, want), failures in rows:
+        found = mutants.compared(kind, ((x, tile, got, want), failures), "fa2", seen)
+        if found.wrong and found.differs:
+            return False
     return True
 
 
@@ -233,15 +234,18 @@ def _can_be_told(row):
     return all(x.isfinite().any() and not (x.isnan() & ref.isfinite()).any() for x, ref in pairs)
 
 
-def _equal(rows, tile, order, seen):
-    """The mutants that the results of all the rows equal, with these tiles and this order of loops. seen: see there."""
+def _equal(rows, tile, order, seen, known=mutants.MUTANTS, against=None):
+    """Those of the mutants `known` that the results of all the rows equal, with these tiles and this order of loops.
+
+    seen, against: see mutants.explaining.
+    """
     wrong = {name for _, _, failures in rows for name in failures}
     forward = wrong & {"out", "lse"}  # The gradients are computed from these, and wrong with them.
     kind, names = (mutants.Forward, ("out", "lse")) if forward else (mutants.Backward, ("dq", "dk", "dv"))
     names = [name for name in names if name in rows[0][1][1]]
     rows = [((x, tile, got, want), failures) for _, (x, got, want), failures in rows]
-    known = [m for m in mutants.MUTANTS if issubclass(m.kind, kind) and ("lse" in names or not m.kind.needs_lse)]
-    return mutants.explaining(known, rows, names, order, seen)
+    known = [m for m in known if issubclass(m.kind, kind) and ("lse" in names or not m.kind.needs_lse)]
+    return mutants.explaining(known, rows, names, order, seen, against)
 
 
 def speed(function, claims):

@@ -32,20 +32,21 @@ def of_tensors(got, want):
     """The lines about results of any shape. got: {name: tensor}. want: {name: (tensor, tolerance)}; 0 is exact."""
     found = []
     for name, (ref, tolerance) in want.items():
-        wrong = _wrong(got[name], ref, tolerance)
-        if wrong.any():
-            first = tuple(wrong.nonzero()[0].tolist())
-            says = f"{name} is wrong in {wrong.sum()} of {wrong.numel()} entries"
+        is_wrong = wrong(got[name], ref, tolerance)
+        if is_wrong.any():
+            first = tuple(is_wrong.nonzero()[0].tolist())
+            says = f"{name} is wrong in {is_wrong.sum()} of {is_wrong.numel()} entries"
             found += [says, entry(name, first, got[name][first], ref[first])]
             if tolerance and (says := relation(got[name], ref, tolerance)):
                 found.append(f"  every entry of {name} {says}")
                 continue
-            by_place = wrong.reshape(-1, *wrong.shape[-2:]).any(0)
-            found += [_strip("rows", by_place.any(1)), _strip("columns", by_place.any(0))] if wrong.ndim > 1 else []
+            by_place = is_wrong.reshape(-1, *is_wrong.shape[-2:]).any(0)
+            found += [_strip("rows", by_place.any(1)), _strip("columns", by_place.any(0))] if is_wrong.ndim > 1 else []
     return found
 
 
-def _wrong(got, ref, tolerance):
+def wrong(got, ref, tolerance):
+    """Where a result is out of tolerance."""
     got, ref = got.double(), ref.double()
     return (got != ref) & ~((got - ref).abs() <= tolerance)
 
@@ -111,7 +112,7 @@ def _exchanged(got, ref, tolerance):
         turned, right = ref.transpose(a, b), f"right but for two dimensions, {a} and {b}, which are exchanged"
         for view, says in ((turned, right), (turned.reshape(ref.shape), f"{right} in memory")):
             if got.shape == view.shape and min(ref.shape[a], ref.shape[b]) > 1:
-                if not _wrong(got, view, tolerance).any():
+                if not wrong(got, view, tolerance).any():
                     return says
     return ""
 

@@ -112,6 +112,27 @@ def merge(job, supports, results):
     return lines
 
 
+def many_merges(job, supports, results):
+    """out and lse are float32: each of many merges adds less to them than half of the last bit of 16 bits."""
+    function, times = importlib.import_module(job["module"]).merge, 48
+    for dtype in torch.float16, torch.bfloat16:
+        weight = 0.1 * torch.finfo(dtype).eps  # of each later block; the first one has the weight 1
+        out, lse = torch.zeros(1, 1), torch.tensor([-math.inf])
+        for n in range(times + 1):
+            lse_block = torch.tensor([8 + math.log(weight) if n else 8.0])
+            function(out, lse, torch.full((1, 1), -1.0 if n else 1.0, dtype=dtype), lse_block)
+        total = 1 + times * weight
+        want, want_lse = 2 / total - 1, 8 + math.log(total)
+        got, got_lse = out.item(), lse.item()
+        if not abs(got - want) < torch.finfo(dtype).eps or not abs(got_lse - want_lse) < 1e-4:
+            name = str(dtype).removeprefix("torch.")
+            return [f"A block of 1, and then {times} of -1 with the weight {weight:.1e} each, in {name}:",
+                    f"  out becomes {got:.6g}, expected {want:.6g}",
+                    f"  lse becomes {got_lse:.6g}, expected {want_lse:.6g}",
+                    f"Each merge adds less than {name} can hold: keep out and lse in float32."]  # fmt: skip
+    return []
+
+
 def other_tiles(job, supports, results):
     """The function of stage 02 alone, in a tile of a shape that is compiled for a GPU only."""
     from steps.course.workbook import probe  # It imports stage 02, which no other stage needs.
@@ -125,6 +146,7 @@ EDGES = {
     "nan": ("a NaN in q stays in its row", nan),
     "many_tiles": ("24 tiles of keys in float16", many_tiles),
     "merge": ("lse of -inf, and far from 0", merge),
+    "many_merges": ("48 merges of blocks in 16 bits", many_merges),
 }
 
 

@@ -9,6 +9,7 @@ the threads share their work out wrongly.
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +19,57 @@ import torch
 
 from steps.course.workbook import differences
 
-# What a function returns, or the arguments that it writes to.
-RETURNED = {
-    "00.1": ("P", "lse"),
-    "00.2": ("m", "l", "O"),
-    "00.3": ("S",),
-    "00.4": ("P", "dS"),
-    "03.1": ("S",),
-    "03.2": ("P", "dS"),
-    "03.3": ("m", "l", "O"),
-}
-WRITTEN = {
-    "01.1": ("S", "old", "new", "l", "m"),
-    "01.2": ("S", "alpha", "l", "m"),
-    "01.3": ("dS",),
-    "04.1": ("out", "lse"),
+
+@dataclass(frozen=True)
+class Watched:
+    """What is compared in the calls of an exercise's function.
+
+    names: of what it returns, or with `writes` of the arguments that it writes to. exists(name, x, before) is x without
+    the entries that no result shows; before: the arguments before the call. call: what a call is one for.
+    """
+
+    names: tuple
+    writes: bool = False
+    exists: Callable = lambda name, x, before: x
+    call: str = ""
+
+
+def _rows_of_the_tile(name, x, before):
+    """l and m are those of all heads and queries, S has rows beyond the last query, and all have spare columns."""
+    i, head = int(before["i"]), int(before["head"])
+    rows = min(before["S"].shape[0], before["l"].shape[1] - i)
+    return x[head, i : i + rows] if name in ("l", "m") else _real_columns(name, x[:rows], before)
+
+
+def _real_columns(name, x, before):
+    return x[:, : int(before["Bc"])] if name in ("S", "dS") else x
+
+
+def _alpha_of_a_sum(name, x, before):
+    """Before the first key alpha multiplies 0."""
+    return torch.where(before["m"].isneginf(), 0, x) if name == "alpha" else _real_columns(name, x, before)
+
+
+def _real_queries(name, x, before):
+    return x[: max(0, int(before["Nq"]) - int(before["i"]))]
+
+
+def _real_entries(name, x, before):
+    return torch.where((before["query"] < before["Nq"]) & (before["key"] < before["Nk"]), x, 0)
+
+
+WATCHED = {
+    "00.1": Watched(("P", "lse")),
+    "00.2": Watched(("m", "l", "O"), call="key"),
+    "00.3": Watched(("S",)),
+    "00.4": Watched(("P", "dS")),
+    "01.1": Watched(("S", "old", "new", "l", "m"), writes=True, exists=_rows_of_the_tile),
+    "01.2": Watched(("S", "alpha", "l", "m"), writes=True, exists=_alpha_of_a_sum),
+    "01.3": Watched(("dS",), writes=True, exists=_real_columns),
+    "03.1": Watched(("S",), exists=_real_queries),
+    "03.2": Watched(("P", "dS"), exists=_real_entries),
+    "03.3": Watched(("m", "l", "O")),
+    "04.1": Watched(("out", "lse"), writes=True),
 }
 # The arguments that say where a call is.
 PLACES = "head", "rows", "keys", "query", "key", "i", "j", "shift", "Nq", "Nk"
@@ -46,9 +83,10 @@ ONE_THREAD = [
 class Call:
     """One call. before, yours, right: {name: tensor}, in which rows that do not exist are left out.
 
-    where: such as ", at i = 8, j = 0".
+    each: what a call is one for, "" if nothing in particular. where: such as ", at i = 8, j = 0".
     """
 
+    each: str
     number: int
     where: str
     before: dict
@@ -73,7 +111,7 @@ def explain(job, says, run, right):
     if watch.structure:
         return [f"{watch.name} {watch.structure}."]
     if watch.call:
-        return _told(job["id"], watch.call, says)
+        return _told(watch.call, says)
     if results and watch.of_threads and right(results):
         return ONE_THREAD
     if watch.changed and results:
@@ -97,7 +135,7 @@ def structure(job, run):
 
 def _watch(job):
     """The watch over the function's calls, or None where it is not called from Python."""
-    return _Watch(job) if job["id"] in RETURNED or job["id"] in WRITTEN else None
+    return _Watch(job) if job["id"] in WATCHED else None
 
 
 class _Found(Exception):
@@ -108,7 +146,7 @@ class _Watch:
     """Compares the calls of a function with those of the stage's own."""
 
     def __init__(self, job):
-        self.id, self.module = job["id"], importlib.import_module(job["module"])
+        self.of, self.module = WATCHED[job["id"]], importlib.import_module(job["module"])
         self.name, self.number = job["function"], 0
         self.call, self.structure, self.changed = None, "", []
         self.theirs, self.own = getattr(self.module, self.name), getattr(_original(job), self.name)
@@ -145,20 +183,26 @@ class _Watch:
 
     def _compare(self, arguments, before, copies, yours, right):
         after, own = ({name: _tensor(x) for name, x in them.items()} for them in (arguments, copies))
-        names = RETURNED.get(self.id) or WRITTEN[self.id]
+        names, written = self.of.names, self.of.names if self.of.writes else ()
         changed = [name for name, x in before.items() if x is not None and not _equal(x, after[name])]
-        self.changed += [name for name in changed if name not in (*self.changed, *WRITTEN.get(self.id, ()))]
-        if self.id in RETURNED:
+        self.changed += [name for name in changed if name not in (*self.changed, *written)]
+        if not written:
             wanted = right if isinstance(right, tuple | list) else (right,)
             came = yours if isinstance(yours, tuple | list) else (yours,)
             if _structure(came) != _structure(wanted):
                 self.structure = f"returned {_kinds(came)}; expected {_kinds(wanted)}"
                 raise _Found
             after, own = ({n: _tensor(x) for n, x in zip(names, them, strict=True)} for them in (came, wanted))
-        call = Call(self.number, _where(arguments), *_existing(self.id, names, before, after, own))
+        call = Call(self.of.call, self.number, _where(arguments), *self._existing(before, after, own))
         if any(_wrong(call.yours[name], call.right[name]).any() for name in call.right):
             self.call = call
             raise _Found
+
+    def _existing(self, before, yours, right):
+        """(before, yours, right) as {name: tensor}, without the entries that no result shows."""
+        for them in (before, yours, right):
+            given = {name: them[name] for name in self.of.names if them.get(name) is not None}
+            yield {name: self.of.exists(name, x, before) for name, x in given.items()}
 
 
 def _original(job):
@@ -247,48 +291,36 @@ def _wrong(got, want):
     return ~(near | (got == want) | got.isnan() & want.isnan())
 
 
-# Which entries count, and how they are shown.
+# How a call is shown.
 
 
-def _existing(id, names, before, yours, right):
-    """(before, yours, right) as {name: tensor}, without the entries that no result shows."""
-    found = []
-    for them in (before, yours, right):
-        them = {name: them[name] for name in names if them.get(name) is not None}
-        if id == "01.1":
-            i, head = int(before["i"]), int(before["head"])
-            rows = min(before["S"].shape[0], before["l"].shape[1] - i)
-            them = {n: x[head, i : i + rows] if n in ("l", "m") else x[:rows] for n, x in them.items()}
-        if id[:2] == "01":
-            Bc = int(before["Bc"])
-            them = {name: x[:, :Bc] if name in ("S", "dS", "P") else x for name, x in them.items()}
-        if id == "01.2" and "alpha" in them:  # Before the first key it multiplies 0.
-            them["alpha"] = torch.where(before["m"].isneginf(), 0, them["alpha"])
-        if id == "03.1":
-            them = {name: x[: max(0, int(before["Nq"]) - int(before["i"]))] for name, x in them.items()}
-        if id == "03.2":
-            exists = (before["query"] < before["Nq"]) & (before["key"] < before["Nk"])
-            them = {name: torch.where(exists, x, 0) for name, x in them.items()}
-        found.append(them)
-    return found
-
-
-def _told(id, call, says):
+def _told(call, says):
     """The lines about a call that differs."""
     wrong = [name for name in call.right if _wrong(call.yours[name], call.right[name]).any()]
     fine = [name for name in call.right if name not in wrong]
     place = tuple(_wrong(call.yours[wrong[0]], call.right[wrong[0]]).nonzero()[0].tolist())
-    where = f"after key {call.number}" if id == "00.2" else f"in call {call.number}{call.where}"
+    where = f"after {call.each} {call.number}" if call.each else f"in call {call.number}{call.where}"
     lines = [f"Your function first differs from the right one {where}", f"(in the case: {says}):"]
-    if id in ("00.3", "03.1") or _is_of_the_mask(call):
+    if [*call.right] == ["S"] or _is_of_the_mask(call):
         return lines + _dots(call, wrong[0], place) + _entries(call, wrong[:1])
-    if id == "00.1" and "P" in wrong and (row := _sum_of_a_row(call)):
+    if {"P", "lse"} <= {*call.right} and "P" in wrong and (row := _sum_of_a_row(call)):
         return [*lines, row, *_entries(call, wrong[:1])]
     if {"m", "l"} <= {*call.right}:
-        return lines + _table(id, call, wrong, place)
+        return lines + _table(call, wrong, place)
     if fine:
         lines.append(f"  {' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} right, {wrong[0]} is not")
     return lines + _entries(call, wrong[:1])
+
+
+def of_P(call):
+    """The lines about P of one head, the only thing that a call returns; [] if it is right."""
+    wrong = _wrong(call.yours["P"], call.right["P"])
+    if not wrong.any():
+        return []
+    seen = [{"P": (them["P"] > 1e-30).double()} for them in (call.yours, call.right)]
+    if places := (seen[0]["P"] != seen[1]["P"]).nonzero().tolist():
+        return _dots(Call("", 1, "", {}, *seen), "P", tuple(places[0])) + _entries(call, ["P"])
+    return [row for row in [_sum_of_a_row(call)] if row] + _entries(call, ["P"])
 
 
 def _where(arguments):
@@ -350,7 +382,7 @@ def _sum_of_a_row(call):
     return ""
 
 
-def _table(id, call, wrong, place):
+def _table(call, wrong, place):
     """m, l and what else the call changes in one row: before the call, yours, and what is right."""
     depth = call.right["l"].ndim
     row = place[:depth]
@@ -359,7 +391,7 @@ def _table(id, call, wrong, place):
         places = _wrong(call.yours[name], x)[row].nonzero()
         rest = tuple(places[0].tolist()) if len(places) and x.ndim > depth else (0,) * (x.ndim - depth)
         index = row + rest
-        label = f"{name}[{', '.join(map(str, index))}]" + (", now P" if id[:2] == "01" and name == "S" else "")
+        label = f"{name}[{', '.join(map(str, index))}]" + (", now P" if name == "S" else "")
         columns[label] = [them[name][index] if name in them else None for them in (call.before, call.yours, call.right)]
     width = max(12, *map(len, columns)) + 2
     lines = [" " * 10 + "".join(f"{label:>{width}}" for label in columns)]

@@ -110,7 +110,7 @@ def _first_difference(job, failed):
 
         return probe.explain(job)
     says, inputs, run, want = min(failed, key=_simplest)
-    if job["id"] == "04.1":  # The ranks of a ring are processes of their own.
+    if job["stage"] == "step04_ring":  # The ranks of a ring are processes of their own.
         merge = importlib.import_module(job["module"])
         run = lambda: _of_chunks(merge.merge, inputs, last_first=says.endswith(LAST_FIRST))  # noqa: E731
     return first_difference.explain(job, says, run, lambda results: not error.failures(results, want))
@@ -169,8 +169,9 @@ def capstone(job, tell):
             tell(says=case.says, wrong=rows[-1][-1], step=step)
         if any(lines for *_, lines in rows):
             break
-    found = steps_of_capstone.diagnose(rows)
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found])
+    found = steps_of_capstone.diagnose(rows, step)
+    shown = [] if found else steps_of_capstone.first_difference(attention, step, rows)
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], difference=shown)
     if products and not any(lines for *_, lines in rows):
         products.raise_found()
 

@@ -89,14 +89,12 @@ FLOAT_TO_INT = r"^{file}:(\d+):\d+: warning: conversion from '(?:float|double)' 
 
 def explain(job):
     """The lines about what the function does first that the stage's own does not; [] if nothing is found."""
-    judge = {"02.1": _update, "02.2": _gradient, "02.3": _delta, "02.4": _address, "02.5": _operand, "02.6": _seen,
-             "02.7": _lanes}  # fmt: skip
-    return _conversions(_yours(job), job["label"]) + _judged(job, judge.get(job["id"]))
+    return _conversions(_yours(job), job["label"]) + _judged(job, PROBES.get(job["id"]))
 
 
 def other_tiles(job):
     """The lines about what is wrong in a tile of another shape than those of the emulation's cases."""
-    return _judged(job, {"02.4": _address, "02.6": _enough}[job["id"]])
+    return _judged(job, OTHER_TILES[job["id"]])
 
 
 def _yours(job):
@@ -266,3 +264,15 @@ def _enough(*files):
     tile, Nq, Nk, causal = ASKED[place[0]]
     where = f"tile = {tile}, Nq = {Nq}, Nk = {Nk}, causal = {causal}, with Br = 32 and Bc = 16"
     return [f"For {where} your function returns {yours[place]}, but the block sees {right[place]} keys."]
+
+
+PROBES = {
+    "02.1": _update,
+    "02.2": _gradient,
+    "02.3": _delta,
+    "02.4": _address,
+    "02.5": _operand,
+    "02.6": _seen,
+    "02.7": _lanes,
+}
+OTHER_TILES = {"02.4": _address, "02.6": _enough}

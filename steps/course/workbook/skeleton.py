@@ -37,6 +37,7 @@ def text(task):
 PROMISES = {
     "minus_infinity": "A score may be -inf where nothing is masked, too, and counts as masked.",
     "nan": "A NaN among the scores has to stay: choose before you subtract or divide, instead of replacing NaN.",
+    "many_merges": "out and lse stay float32 from merge to merge, whatever out_block is: roundings would add up.",
 }
 
 

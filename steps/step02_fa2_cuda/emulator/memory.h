@@ -38,7 +38,9 @@ struct GlobalMemory {
 };
 struct BlockMemory {
   static constexpr const char* name = "a shared array";
-  static uintptr_t address(const void* p) { return static_cast<const char*>(p) - shared_memory.data(); }
+  static char* first() { return shared_memory.data(); }
+  static char* last() { return first() + shared_memory.size(); }
+  static uintptr_t address(const void* p) { return static_cast<const char*>(p) - first(); }
   static constexpr bool& logging = counting_conflicts;
   static void log(const void* p, int bytes, Site site) { log_access(site, int(address(p)), bytes); }
 };
@@ -50,6 +52,10 @@ template <class E, class Memory> struct Pointer {
   Pointer(E* begin, long long n) : at(begin), begin(begin), end(begin + n) {}
   // As from T* to const T*.
   template <class F> Pointer(const Pointer<F, Memory>& p) : at(p.at), begin(p.begin), end(p.end) {}
+  // As from &tile[i], an address in shared memory that no longer knows its array: it may reach all of the
+  // block's memory.
+  template <class M = Memory, class = decltype(M::first())>
+  Pointer(E* p) : at(p), begin(reinterpret_cast<E*>(M::first())), end(reinterpret_cast<E*>(M::last())) {}
 
   E& operator[](Index index) const {
     E* address = at + index.i;

@@ -3,12 +3,16 @@
 The reader's file is run in place of a step's solution, step_1.py to step_4.py beside this file.
 """
 
+import math
+
 import torch
 from torch.overrides import TorchFunctionMode
 
 from reference import cases, error, mutants
+from reference.attention import scores
 from reference.cases import Case
 from steps.course.workbook import differences
+from steps.course.workbook.first_difference import Call, of_P
 
 T = 32  # The tile that the steps ask for. A mistake is only named for tiles of T x T.
 SUPPORTS = {"tiles": ((T, T),), "head_dims": (32, 64)}
@@ -113,13 +117,49 @@ def _results(returned, step):
     return dict(zip(("out", "lse") if last else ("out",), found, strict=False))
 
 
-def diagnose(rows):
-    """The mutants that the results equal in every case. rows: what `judge` returned for each case."""
+def first_difference(attention, step, rows):
+    """The lines about P, which is out where v is the identity: its first wrong row, in the smallest case that is wrong.
+
+    rows: what `judge` returned for each case of the step. Without a line if out is right, or P cannot be found.
+    """
+    failed = [(case, *row) for case, row in zip(STEPS[step], rows, strict=False) if "out" in error.failures(*row[1:3])]
+    if not failed:
+        return []
+    case, x, got, want, _ = min(failed, key=lambda row: row[1].q.numel())
+    try:
+        yours = _probabilities(attention, x).cpu()
+    except Exception:  # It concerns this v alone.
+        return []
+    off = (got["out"].double() - want.value["out"]).abs().nan_to_num(math.inf).flatten(2).amax(-1)
+    b, h = divmod(off.flatten().argmax().item(), off.shape[1])
+    right = scores(x.q, x.k, scale=x.scale, causal=x.causal).softmax(-1).nan_to_num(0).cpu()
+    shown = of_P(Call("", 1, "", {}, {"P": yours[b, h]}, {"P": right[b, h]}))
+    where = f"in the case: {case.says}" + (f"; head {h} of batch entry {b}" if off.numel() > 1 else "")
+    right_so_far = ["  it is right; look at how v is read, and behind P"]
+    return [f"With the identity for v, out is your P ({where}):", *(shown or right_so_far)]
+
+
+def _probabilities(attention, x):
+    """P (B, H, Nq, Nk), from one call for every D keys: in each, v is 1 in column c for the c-th of these keys."""
+    D, parts = x.q.shape[-1], []
+    for first in range(0, x.k.shape[-2], D):
+        v = torch.zeros_like(x.k, memory_format=torch.contiguous_format)
+        columns = torch.arange(min(D, v.shape[-2] - first))
+        v[..., first + columns, columns] = 1
+        returned = attention(x.q, x.k, v, causal=x.causal, scale=x.scale)
+        parts.append((returned if isinstance(returned, torch.Tensor) else returned[0])[..., : len(columns)])
+    return torch.cat(parts, -1).double()
+
+
+def diagnose(rows, step):
+    """The mutants that the results equal in every case of a step. rows: what `judge` returned for each case."""
     rows = [(mutants._on_cpu(x), (T, T), mutants._on_cpu(got), mutants._on_cpu(want)) for x, got, want, _ in rows]
     failures = [error.failures(got, want) for _, _, got, want in rows]
-    rows = sorted(zip(rows, failures, strict=True), key=lambda row: not row[1])  # Wrong ones first: they exclude most.
+    rows = list(zip(rows, failures, strict=True))
     if not any(failures):
         return []
     names = list(rows[0][0][2])
     forward = [m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Forward)]
+    if step == 1:  # All keys are in one tile, and there is no alpha yet.
+        forward = [m for m in forward if "alpha" not in m.says]
     return mutants.explaining(forward, rows, names, "fa2")

@@ -81,6 +81,25 @@ CASES = [
 ]
 
 
+def explain(got, want, seed, B, H, Nq, Nk, p, Br, Bc, transposed):
+    """The first entry that is another one: its counter and its byte, and the keys that share the call with it."""
+    yours, right = got["keep"], want["keep"][0]
+    wrong = (yours != right).nonzero()
+    batch, head, query, key = wrong[0].tolist()
+    counter, number, threshold = (key // 16, query, head, batch), key % 16, philox.threshold(p)
+    words = philox.philox([np.array([x]) for x in counter], (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    byte = int(words[number // 4][0]) >> 8 * (number % 4) & 255
+    has_to_be = "kept" if byte < threshold else "dropped"
+    first, stop = key // 16 * 16, min(key // 16 * 16 + 16, Nk)
+    rows = ["".join(".#"[x] for x in keep[batch, head, query, first:stop].int()) for keep in (yours, right)]
+    return [
+        f"{len(wrong)} of {right.numel()} entries are kept or dropped wrongly, with tiles of {Br} x {Bc}",
+        f"  the first one is key {key} of query {query}, head {head}, batch entry {batch}",
+        f"  byte {number} of the counter {counter} is {byte}, and the threshold {threshold}: it has to be {has_to_be}",
+        f"  keys {first} to {stop - 1} of this query, # kept, . dropped: yours {rows[0]}, right {rows[1]}",
+    ]
+
+
 # The mistakes: another counter, or another byte of the result.
 
 

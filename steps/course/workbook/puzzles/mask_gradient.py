@@ -12,6 +12,7 @@ import triton.language as tl
 
 from reference import attention, error
 from steps import engine
+from steps.course.workbook import differences
 from steps.course.workbook.puzzles import Case, mistake
 
 
@@ -119,15 +120,36 @@ CASES = [
 ]
 
 
+def explain(got, want, q, k, v, mask, dout, scale):
+    """Below what is wrong: of which terms its first wrong entry is the sum, and how the first of these is computed."""
+    lines, (right, tolerance) = differences.of_tensors(got, want), want["dmask"]
+    bm, hm, i, j = place = tuple(differences.wrong(got["dmask"], right, tolerance).nonzero()[0].tolist())
+    P, dP, delta = _factors(q, k, v, mask, dout, scale)
+    heads = [(b, h) for b in range(bm, q.shape[0], mask.shape[0]) for h in range(hm, q.shape[1], mask.shape[1])]
+    terms = [P[b, h, i, j] * (dP[b, h, i, j] - delta[b, h, i, 0]) for b, h in heads]
+    b, h = heads[0]
+    return [
+        *lines,
+        f"  dmask[{', '.join(map(str, place))}] is the sum over (b, h) = {', '.join(f'({b}, {h})' for b, h in heads)}:",
+        f"    {' + '.join(f'{x:.4g}' for x in terms).replace('+ -', '- ')} = {right[place]:.4g}",
+        f"    in ({b}, {h}) P is {P[b, h, i, j]:.4g}, dP {dP[b, h, i, j]:.4g} and delta {delta[b, h, i, 0]:.4g}",
+    ]
+
+
 # The mistakes: another gradient of the scores, or another sum.
 
 
 def _scores(q, k, v, mask, dout, scale, delta=1, added=None):
     """dS (B, H, Nq, Nk) in float32. delta is 0 where it is forgotten; `added` is added in place of the mask."""
+    P, dP, row_delta = _factors(q, k, v, mask, dout, scale, added)
+    return P * (dP - delta * row_delta)
+
+
+def _factors(q, k, v, mask, dout, scale, added=None):
+    """(P, dP (B, H, Nq, Nk), delta (B, H, Nq, 1)) in float32"""
     out, lse = attention.forward(q, k, v, scale=scale, mask=mask)
     S = scale * q @ k.mT + (mask if added is None else added)
-    dP = dout @ v.mT - delta * (dout * out.float()).sum(-1, keepdim=True)
-    return (S - lse.float()[..., None]).exp() * dP
+    return (S - lse.float()[..., None]).exp(), dout @ v.mT, (dout * out.float()).sum(-1, keepdim=True)
 
 
 def _summed(dS, mask):

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from steps import engine
+from steps.course.workbook import differences
 from steps.course.workbook.puzzles import Case
 
 
@@ -87,6 +88,35 @@ CASES = [
     _case("parts without a key have no weight", 4, empty=[(0, 0), (1, 1), (3, 1), (0, 2), (1, 2), (2, 2)]),
     _case("a row without a key in any part: out is 0, lse is -inf", 2, empty=[(0, 3), (1, 3)]),
 ]
+
+
+def explain(got, want, out_s, lse_s):
+    """Below what is wrong: the lse and the weights of the parts in the first wrong row, yours beside the right ones."""
+    wrong = {name: differences.wrong(got[name], *want[name]).reshape(len(lse_s[0]), -1).any(1) for name in want}
+    row = (wrong["out"] | wrong["lse"]).nonzero()[0].item()
+    lse, right = want["lse"][0][row], (lse_s[:, row] - want["lse"][0][row]).exp().nan_to_num(0)
+    lines = [
+        f"  in row {row} the parts have lse_s = {_numbers(lse_s[:, row])}",
+        f"    lse: yours {got['lse'][row]:.6g}, right {lse:.6g}",
+        f"    weights: right {_numbers(right)}",
+    ]
+    if (yours := _weights(got["out"][row], out_s[:, row])) is None:
+        lines[-1] += "; yours is no weighted sum of the parts"
+    else:
+        lines[-1] = f"    weights: yours {_numbers(yours)}; right {_numbers(right)}"
+    return [*differences.of_tensors(got, want), *lines]
+
+
+def _weights(out, out_s):
+    """The weights of which out (D,) is the weighted sum of out_s (parts, D), or None if there are none."""
+    if not out.isfinite().all():
+        return None
+    w = torch.linalg.lstsq(out_s.double().T, out.double()[:, None], driver="gelsd").solution[:, 0]
+    return w if torch.allclose(w @ out_s.double(), out.double(), rtol=1e-4, atol=1e-5) else None
+
+
+def _numbers(x):
+    return ", ".join(f"{n:.5g}" for n in torch.where(x.abs() < 1e-9, 0, x).tolist())
 
 
 # The mistakes: other weights, or another lse.

@@ -98,6 +98,25 @@ def _started(order):
     return torch.tensor([float(S < O < wait), float(O < S)])
 
 
+NEEDS_THE_END = {"softmax": "S", "release K": "S", "release V": "O", "rescale O": "O", "pack P": "O"}
+
+
+def _too_early(order):
+    """A line about the first operation that needs the end of a product which may not have ended, if there is one."""
+    under_way, started = [], []
+    for n, name in enumerate(order, 1):
+        if name.startswith("start"):
+            under_way.append(name[-1])
+            started.append(name[-1])
+        if name.startswith("wait"):
+            del under_way[: -1 if name == "wait for S" else None]
+        product = NEEDS_THE_END.get(name)
+        if product in under_way or product and product not in started:
+            found = f"{' and '.join(under_way)} may be under way" if product in started else "it is not yet started"
+            return [f'operation {n}, "{name}", needs the end of the product for {product}, but {found}']
+    return []
+
+
 def _given_back_early(order):
     """Whether K or V is given to the producer before its product has surely ended."""
     place = {name: n for n, name in enumerate(order)}
@@ -135,9 +154,9 @@ CASES = [
 
 
 def explain(got, want, **_):
-    """What the emulation reports, or that out is another one and why, and what no result shows."""
+    """Which operation comes too early, what the emulation reports or why out is another one, what no result shows."""
     order, report = _last
-    lines = []
+    lines = _too_early(order)
     if report:
         lines.append(f"the emulation reports: {report.splitlines()[0].split(': ', 1)[-1]}")
     elif not (got["out"] - want["out"][0]).abs().max() <= want["out"][1]:
