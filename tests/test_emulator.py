@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from steps.cached import Cache
 from steps.step02_fa2_cuda import calls, emulator, ladder, works
 from support.schedules import WRONG, problems
 
@@ -477,7 +478,7 @@ def test_planted_bugs(kernel, before, after, caught, options, tmp_path, monkeypa
     monkeypatch.setattr(works, "HERE", tmp_path)
     monkeypatch.setattr(ladder.Problem, "heads_apart", "ascending" in request.node.name)  # a block has one head then
     monkeypatch.setattr(ladder, "persistent_pays", lambda _: "persistent" in request.node.name)
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
     assert re.search(caught, problems(kernel, **options)) if caught else problems(kernel, **options) == ""
 
 

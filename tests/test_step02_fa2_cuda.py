@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import checks, engine
+from steps.cached import Cache
 from steps.course.bench.rows import geometry
 from steps.course.workbook import one_rung
 from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, plan, works
@@ -43,7 +44,7 @@ class TestContract(Contract):
     @contextlib.contextmanager
     def without_launches(self, monkeypatch):
         with monkeypatch.context() as patch:
-            patch.setattr(calls, "kept", {})
+            patch.setattr(calls, "plans", Cache())
             patch.setattr(plan.Plan, "run", lambda *_: None)
             yield
 
@@ -81,7 +82,7 @@ def test_rung_hoppers_backward_in_several_schedules(short, persistent, blocks, m
     monkeypatch.setattr(works, "processors", lambda _: blocks)
     monkeypatch.setattr(ladder, "SHORT_HEAD", short)
     monkeypatch.setattr(ladder, "persistent_pays", lambda _: persistent)
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
     assert schedules.problems("bwd_3_hopper") == ""
 
 
@@ -90,7 +91,7 @@ def test_rung_hoppers_backward_in_several_schedules(short, persistent, blocks, m
 def test_dq_in_a_fixed_order_in_several_schedules(kernel, apart, monkeypatch):
     """In rung hopper the queries ascend if a block has one head, and descend if it has a group."""
     monkeypatch.setattr(ladder.Problem, "heads_apart", apart)
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
     assert schedules.problems(kernel, deterministic=True) == ""
 
 
@@ -360,7 +361,7 @@ def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, pr
 def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     """With one multiprocessor there is nothing to fill. In parts, too, and where dq is bit-equal from run to run."""
     monkeypatch.setattr(works, "processors", lambda _: 132 if apart else 1)
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
     inputs = random_inputs(3, 4, 2, 70, 150, D, torch.bfloat16)
     wide = [torch.cat([x, x + 1], -1)[..., :D] for x in inputs]  # strides of their own
     q, k, v, dout = wide
@@ -433,7 +434,7 @@ def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path
     """Eight blocks share the 5 tiles of each head, in sections of two heads or one. lse tells the block."""
     monkeypatch.setattr(works, "processors", lambda _: 8)
     monkeypatch.setattr(works, "order_of_tiles", lambda _: (2, alternate))
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
     row = ladder.FORWARD["hopper"]
     text, stored = (works.HERE / row.file).read_text(), "m[r] * scale + logf(l[r])"
     assert text.count(stored) == 1
@@ -456,7 +457,7 @@ def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path
 def test_the_next_key_and_query_tiles_of_rung_hopper_do_not_wait_for_values(tmp_path, monkeypatch):
     """The first tile of V is held back until the next K and the next tile's Q have come."""
     monkeypatch.setattr(works, "processors", lambda _: 1)
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
     row = ladder.FORWARD["hopper"]
     text, load = (works.HERE / row.file).read_text(), "V.load(v_map, "
     assert text.count(load) == 1
@@ -471,7 +472,7 @@ def test_the_next_key_and_query_tiles_of_rung_hopper_do_not_wait_for_values(tmp_
 def persistent(tmp_path, monkeypatch):
     """persistent(blocks, text, other): a rung hopper whose backward is persistent, with this edit of its kernel."""
     monkeypatch.setattr(ladder, "persistent_pays", lambda _: True)
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
 
     def edited(blocks, text, other):
         monkeypatch.setattr(works, "processors", lambda _: blocks)
@@ -616,7 +617,7 @@ def test_the_order_of_a_long_backward(Hk, small, deterministic, tmp_path, monkey
     (tmp_path / row.file).write_text(text)
     monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
     monkeypatch.setattr(ladder.Problem, "heads_apart", False)
-    monkeypatch.setattr(calls, "kept", {})
+    monkeypatch.setattr(calls, "plans", Cache())
     q, k, v, dout = random_inputs(1, 6, Hk, 150, 300, 64, torch.bfloat16)
     out, lse = saved(q, k, v, dout, causal=True)
     grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=deterministic)

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from steps.step03_triton import bwd_2_gluon, flash_gluon
+from steps.step03_triton import bwd_2_gluon
+from steps.step03_triton.features import flash_gluon
 from support.roles import SECONDS, run_together
 
 STAGES, Bc = bwd_2_gluon.STAGES.value, bwd_2_gluon.Bc.value

@@ -6,7 +6,8 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from steps import engine
-from steps.step03_triton import bwd_2_gluon, decode, dropout, flash, flash_gluon, fwd_3_gluon, rungs
+from steps.step03_triton import bwd_2_gluon, fwd_3_gluon, rungs
+from steps.step03_triton.features import decode, dropout, flash, flash_gluon
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="the products of a compiled kernel cannot be watched")

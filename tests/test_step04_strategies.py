@@ -23,7 +23,7 @@ import steps.step04_ring as step04
 from reference import error
 from steps import engine, step03_triton
 from steps.course.workbook.case_on_ranks import PlainBlock, group_of
-from steps.step03_triton import public
+from steps.step03_triton import features
 from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.ranks.board import Board
@@ -275,7 +275,9 @@ def test_star_s_default_block_for_few_queries_is_stage_03_s(monkeypatch):
     assert chosen == [step03_triton, None, PlainBlock, PlainBlock]
     few, many = (torch.empty(1, 8, n, 64, device=engine.device) for n in (1, 65))
     keys = torch.empty(1, 2, 2048, 64, device=engine.device)
-    assert [public.has_few_queries(step03_triton.SUPPORTS, x, keys) for x in (few, many)] == [True, False]
+    f = features.DEFAULTS | {"causal": False, "scale": None, "tile": None, "rung": None}
+    of_few, of_many = (features.forward_kernel(x, keys, f, gradient=False) for x in (few, many))
+    assert of_few[0] is features.decode.forward and of_many is None, "the block divides the keys"
 
 
 # What tests of equal, usual tensors do not see.
