@@ -678,6 +678,27 @@ def test_an_option_whose_number_changes_in_place(name, numbers):
                 step03.forward(q, k, v, causal=True, **{name: now}))  # fmt: skip
 
 
+@pytest.mark.parametrize("by", [step03.forward, flash.forward], ids=["stage", "launcher"])
+def test_two_features_whose_tensors_are_alike_are_two_calls(by):
+    """Sinks and slopes are both (H,). A key of layouts alone would find the one call for the other."""
+    (q, k, v), numbers = example(), random(H, seed=9)
+    want = {name: error.expected(q, k, v, q, **{name: numbers}) for name in ("sinks", "alibi_slopes")}
+    for name in ("sinks", "alibi_slopes", "sinks"):
+        out, lse = by(q, k, v, **{name: numbers})
+        assert not error.failures({"out": out, "lse": lse}, want[name]), name
+    saved = step03.forward(q, k, v, sinks=numbers)
+    assert len(step03.backward(q, q, k, v, *saved, sinks=numbers)) == 4
+    saved = step03.forward(q, k, v, alibi_slopes=numbers)
+    assert len(step03.backward(q, q, k, v, *saved, alibi_slopes=numbers)) == 3
+
+
+def test_dropout_over_packed_sequences_draws_its_seed_among_the_other_tensors():
+    """A seed that is drawn stands in the place of one that is given, also in the checks of later calls."""
+    q, k, v = example(batch=1, gradient=True)
+    for _ in range(3):
+        step03.attention(q, k, v, dropout_p=0.2, **PACKED).sum().backward()
+
+
 @pytest.mark.parametrize("name, good, bad", [("window", (3, 1), (3, True)), ("tile", (16, 32), (16.0, 32))])
 def test_a_number_that_equals_one_that_is_kept_is_checked_too(name, good, bad):
     q, k, v = example()
