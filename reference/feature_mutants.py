@@ -272,6 +272,7 @@ def positions(x):
 
 
 MUTANTS: list[mutants.Mutant] = []
+planted = functools.partial(mutants.planted, among=MUTANTS)
 mutant = functools.partial(mutants.mutant, among=MUTANTS)
 
 
@@ -293,33 +294,17 @@ class MaskBatchAndHeadExchanged(Attention):
         return mask.transpose(0, 1) if self.B == self.H else mask
 
 
-@mutant("the mask of a packed sequence is read from the first query and key on")
-class MaskWithoutStart(Attention):
-    def mask(self, x):
-        return super().mask(x._replace(rows=range(len(x.rows)), keys=range(len(x.keys))))
-
-
-@mutant("the boolean mask is inverted: True hides")
-class BooleanMaskInverted(Attention):
-    def boolean(self, mask):
-        return ~mask
-
-
-@mutant("hidden keys get the score -1e9, so a row that sees no key is a mean of v, and its lse is not -inf")
-class HiddenIsMinus1e9(Attention):
-    hidden_score = -1e9
-
-
-@mutant("the additive mask is multiplied by scale")
-class AdditiveMaskScaled(Attention):
-    def mask_units(self):
-        return self.scale
-
-
-@mutant("the additive mask is not converted to base 2, as the scores are")
-class AdditiveMaskInBase2(Attention):
-    def mask_units(self):
-        return math.log(2)
+planted("mask_without_start", Attention, "the mask of a packed sequence is read from the first query and key on",
+        mask=lambda self, x: Attention.mask(self, x._replace(rows=range(len(x.rows)), keys=range(len(x.keys)))))
+planted("boolean_mask_inverted", Attention, "the boolean mask is inverted: True hides",
+        boolean=lambda self, mask: ~mask)
+planted("hidden_is_minus1e9", Attention,
+        "hidden keys get the score -1e9, so a row that sees no key is a mean of v, and its lse is not -inf",
+        hidden_score=-1e9)
+planted("additive_mask_scaled", Attention, "the additive mask is multiplied by scale",
+        mask_units=lambda self: self.scale)
+planted("additive_mask_in_base2", Attention, "the additive mask is not converted to base 2, as the scores are",
+        mask_units=lambda self: math.log(2))
 
 
 @mutant("the additive mask is added before the soft-cap")
@@ -330,10 +315,8 @@ class AdditiveMaskBeforeSoftcap(Attention):
         return self.hide(self.add_alibi(S, x), x), derivative
 
 
-@mutant("the gradient of the mask is multiplied by scale")
-class MaskGradientScaled(Attention):
-    def sum_to_mask(self, dS):
-        return self.scale * super().sum_to_mask(dS)
+planted("mask_gradient_scaled", Attention, "the gradient of the mask is multiplied by scale",
+        sum_to_mask=lambda self, dS: self.scale * Attention.sum_to_mask(self, dS))
 
 
 @mutant("the gradient of the mask is multiplied by the derivative of the soft-cap")
@@ -350,39 +333,23 @@ class OneOfMany(Attention):
         return dS.narrow(dim, -1, 1) if dim == self.dim else super().sum_over(dS, dim)
 
 
-@mutant("the gradient of a mask that is broadcast over the batch is not summed over it")
-class MaskGradientOfOneBatch(OneOfMany):
-    dim = 0
-
-
-@mutant("the gradient of a mask that is broadcast over heads is not summed over them")
-class MaskGradientOfOneHead(OneOfMany):
-    dim = 1
-
-
-@mutant("the gradient of a mask that is broadcast over queries is not summed over them")
-class MaskGradientOfOneQuery(OneOfMany):
-    dim = 2
-
-
-@mutant("the gradient of a mask that is broadcast over keys is not summed over them")
-class MaskGradientOfOneKey(OneOfMany):
-    dim = 3
+planted("mask_gradient_of_one_batch", OneOfMany,
+        "the gradient of a mask that is broadcast over the batch is not summed over it", dim=0)
+planted("mask_gradient_of_one_head", OneOfMany,
+        "the gradient of a mask that is broadcast over heads is not summed over them", dim=1)
+planted("mask_gradient_of_one_query", OneOfMany,
+        "the gradient of a mask that is broadcast over queries is not summed over them", dim=2)
+planted("mask_gradient_of_one_key", OneOfMany,
+        "the gradient of a mask that is broadcast over keys is not summed over them", dim=3)
 
 
 # ---- windows and positions -------------------------------------------------------------------------------------------
 
 
-@mutant("the window's left limit is exclusive")
-class WindowLeftExclusive(Attention):
-    def left(self, limit):
-        return limit - 1
-
-
-@mutant("the window's right limit is exclusive")
-class WindowRightExclusive(Attention):
-    def right(self, limit):
-        return limit - 1
+planted("window_left_exclusive", Attention, "the window's left limit is exclusive",
+        left=lambda self, limit: limit - 1)
+planted("window_right_exclusive", Attention, "the window's right limit is exclusive",
+        right=lambda self, limit: limit - 1)
 
 
 @mutant("the window is one key wider on both sides")
@@ -394,10 +361,8 @@ class WindowOneWider(Attention):
         return limit + 1
 
 
-@mutant("the window is counted from the top left: query i stands at key i")
-class WindowTopLeft(Attention):
-    def in_window(self, query, key):
-        return super().in_window(query - query[:1], key)
+planted("window_top_left", Attention, "the window is counted from the top left: query i stands at key i",
+        in_window=lambda self, query, key: Attention.in_window(self, query - query[:1], key))
 
 
 @mutant("first_query is ignored")
@@ -415,70 +380,37 @@ class FirstKeyIgnored(Attention):
         return super().add_alibi(S, x._replace(first_key=0))
 
 
-@mutant("out of earlier calls is added as it is, without a factor that fits the new lse")
-class CarriedNotRescaled(Attention):
-    def merge(self, O, L, O_x, L_x):
-        return O + O_x, torch.logaddexp(L, L_x)
-
-
-@mutant("out and lse of earlier calls are overwritten")
-class CarriedOverwritten(Attention):
-    def merge(self, O, L, O_x, L_x):
-        return O_x, L_x
-
-
-@mutant("a row that sees no key is not guarded: exp(-inf - (-inf)) is NaN")
-class RowWithoutKeyIsNan(Attention):
-    def unit(self, L):
-        return L
+planted("carried_not_rescaled", Attention,
+        "out of earlier calls is added as it is, without a factor that fits the new lse",
+        merge=lambda self, O, L, O_x, L_x: (O + O_x, torch.logaddexp(L, L_x)))
+planted("carried_overwritten", Attention, "out and lse of earlier calls are overwritten",
+        merge=lambda self, O, L, O_x, L_x: (O_x, L_x))
+planted("row_without_key_is_nan", Attention, "a row that sees no key is not guarded: exp(-inf - (-inf)) is NaN",
+        unit=lambda self, L: L)
 
 
 # ---- ALiBi -----------------------------------------------------------------------------------------------------------
 
 
-@mutant("ALiBi is added instead of subtracted")
-class AlibiAdded(Attention):
-    def slopes(self, x):
-        return -super().slopes(x)
-
-
-@mutant("a negative slope of ALiBi counts as positive")
-class AlibiOfSize(Attention):
-    def slopes(self, x):
-        return super().slopes(x).abs()
-
-
-@mutant("ALiBi's distance is signed: keys behind the query gain")
-class AlibiSigned(Attention):
-    def distance(self, query, key):
-        return query - key
-
-
-@mutant("ALiBi's distance is counted from the top left: query i stands at key i")
-class AlibiTopLeft(Attention):
-    def distance(self, query, key):
-        return super().distance(query - query[:1], key)
-
-
-@mutant("ALiBi takes the slope of the key head instead of the query head")
-class AlibiOfKeyHead(Attention):
-    def slopes(self, x):
-        return super().slopes(x)[torch.arange(self.H) // self.group]
-
-
-@mutant("ALiBi takes the slopes of the first batch entry or sequence for all")
-class AlibiOfFirstBatch(Attention):
-    def slopes(self, x):
-        return super().slopes(x._replace(s=0))
+planted("alibi_added", Attention, "ALiBi is added instead of subtracted",
+        slopes=lambda self, x: -Attention.slopes(self, x))
+planted("alibi_of_size", Attention, "a negative slope of ALiBi counts as positive",
+        slopes=lambda self, x: Attention.slopes(self, x).abs())
+planted("alibi_signed", Attention, "ALiBi's distance is signed: keys behind the query gain",
+        distance=lambda self, query, key: query - key)
+planted("alibi_top_left", Attention, "ALiBi's distance is counted from the top left: query i stands at key i",
+        distance=lambda self, query, key: Attention.distance(self, query - query[:1], key))
+planted("alibi_of_key_head", Attention, "ALiBi takes the slope of the key head instead of the query head",
+        slopes=lambda self, x: Attention.slopes(self, x)[torch.arange(self.H) // self.group])
+planted("alibi_of_first_batch", Attention, "ALiBi takes the slopes of the first batch entry or sequence for all",
+        slopes=lambda self, x: Attention.slopes(self, x._replace(s=0)))
 
 
 # ---- soft-cap --------------------------------------------------------------------------------------------------------
 
 
-@mutant("the backward lacks the derivative of the soft-cap")
-class SoftcapWithoutDerivative(Attention):
-    def derivative_in_backward(self, derivative):
-        return 1.0
+planted("softcap_without_derivative", Attention, "the backward lacks the derivative of the soft-cap",
+        derivative_in_backward=lambda self, derivative: 1.0)
 
 
 @mutant("the soft-cap is applied after hiding, so a hidden key gets the score -softcap")
@@ -487,141 +419,62 @@ class SoftcapAfterHiding(Attention):
         return S.where(super().hide(S, x) > -math.inf, -self.o.softcap) if self.o.softcap else super().hide(S, x)
 
 
-@mutant("under the soft-cap the scale is missing")
-class SoftcapWithoutScale(Attention):
-    def cap(self, X):
-        return super().cap(X / self.scale) if self.o.softcap else super().cap(X)
+planted("softcap_without_scale", Attention, "under the soft-cap the scale is missing",
+        cap=lambda self, X: Attention.cap(self, X / self.scale) if self.o.softcap else Attention.cap(self, X))
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
-@mutant("the backward draws another dropout mask than the forward")
-class DropoutDrawnAnew(Attention):
-    def keep_in_backward(self, x):
-        return super().keep_in_backward(x._replace(s=x.s + 1))
-
-
-@mutant("what dropout keeps is not multiplied by 1 / (1 - p)")
-class DropoutNotScaled(Attention):
-    def dropout_factor(self):
-        return 1.0
-
-
-@mutant("what dropout keeps is multiplied by 1 / (1 - p), although a byte cannot drop exactly p")
-class DropoutFactorOfP(Attention):
-    def dropout_factor(self):
-        return 1 / (1 - self.o.dropout_p)
-
-
-@mutant("dropout's threshold is truncated instead of rounded")
-class DropoutThresholdTruncated(Attention):
-    def threshold(self):
-        return int(256 * (1 - self.o.dropout_p))
-
-
-@mutant("P is dropped before the sum l, so that what is kept adds up to 1, and lse is smaller")
-class DropoutBeforeSum(Attention):
-    def log_sum_exp(self, S, keep):
-        return S.masked_fill(~keep, -math.inf).logsumexp(-1)
-
-
-@mutant("lse is that of the scores after dropout")
-class DropoutInLse(Attention):
-    def saved(self, L, S, keep):
-        return S.masked_fill(~keep, -math.inf).logsumexp(-1)
-
-
-@mutant("delta is computed without dropout")
-class DropoutNotInDelta(Attention):
-    def delta(self, dO, O, P, V):
-        return (dO * (P @ V)).sum(-1, keepdim=True) if self.o.dropout_p else super().delta(dO, O, P, V)
-
-
-@mutant("dP is not dropped")
-class DropoutNotInDp(Attention):
-    def drop_dP(self, dP, Z):
-        return dP
-
-
-@mutant("dropout takes the byte of the next key")
-class DropoutOfNextKey(Attention):
-    def draw(self, x, first_query, first_key):
-        return super().draw(x, first_query, first_key + 1)
-
-
-@mutant("dropout numbers the keys of each call from 0")
-class DropoutWithoutFirstKey(Attention):
-    def draw(self, x, first_query, first_key):
-        return super().draw(x, first_query, 0)
-
-
-@mutant("dropout numbers the queries by their positions, by default from Nk - Nq on")
-class DropoutOfPositions(Attention):
-    def draw(self, x, first_query, first_key):
-        return super().draw(x, x.first_query, first_key)
-
-
-@mutant("all heads drop the same entries")
-class DropoutSameForHeads(Attention):
-    def draw(self, x, first_query, first_key):
-        return super().draw(x, first_query, first_key)[:1]
-
-
-@mutant("all batch entries, or packed sequences, drop the same entries")
-class DropoutSameForBatches(Attention):
-    def draw(self, x, first_query, first_key):
-        return super().draw(x._replace(s=0), first_query, first_key)
+planted("dropout_drawn_anew", Attention, "the backward draws another dropout mask than the forward",
+        keep_in_backward=lambda self, x: Attention.keep_in_backward(self, x._replace(s=x.s + 1)))
+planted("dropout_not_scaled", Attention, "what dropout keeps is not multiplied by 1 / (1 - p)",
+        dropout_factor=lambda self: 1.0)
+planted("dropout_factor_of_p", Attention,
+        "what dropout keeps is multiplied by 1 / (1 - p), although a byte cannot drop exactly p",
+        dropout_factor=lambda self: 1 / (1 - self.o.dropout_p))
+planted("dropout_threshold_truncated", Attention, "dropout's threshold is truncated instead of rounded",
+        threshold=lambda self: int(256 * (1 - self.o.dropout_p)))
+planted("dropout_before_sum", Attention,
+        "P is dropped before the sum l, so that what is kept adds up to 1, and lse is smaller",
+        log_sum_exp=lambda self, S, keep: S.masked_fill(~keep, -math.inf).logsumexp(-1))
+planted("dropout_in_lse", Attention, "lse is that of the scores after dropout",
+        saved=lambda self, L, S, keep: S.masked_fill(~keep, -math.inf).logsumexp(-1))
+planted("dropout_not_in_delta", Attention, "delta is computed without dropout",
+        delta=lambda self, dO, O, P, V: (dO * (P @ V if self.o.dropout_p else O)).sum(-1, keepdim=True))
+planted("dropout_not_in_dp", Attention, "dP is not dropped",
+        drop_dP=lambda self, dP, Z: dP)
+planted("dropout_of_next_key", Attention, "dropout takes the byte of the next key",
+        draw=lambda self, x, first_query, first_key: Attention.draw(self, x, first_query, first_key + 1))
+planted("dropout_without_first_key", Attention, "dropout numbers the keys of each call from 0",
+        draw=lambda self, x, first_query, first_key: Attention.draw(self, x, first_query, 0))
+planted("dropout_of_positions", Attention, "dropout numbers the queries by their positions, by default from Nk - Nq on",
+        draw=lambda self, x, first_query, first_key: Attention.draw(self, x, x.first_query, first_key))
+planted("dropout_same_for_heads", Attention, "all heads drop the same entries",
+        draw=lambda self, x, first_query, first_key: Attention.draw(self, x, first_query, first_key)[:1])
+planted("dropout_same_for_batches", Attention, "all batch entries, or packed sequences, drop the same entries",
+        draw=lambda self, x, first_query, first_key: Attention.draw(self, x._replace(s=0), first_query, first_key))
 
 
 # ---- sinks -----------------------------------------------------------------------------------------------------------
 
 
-@mutant("the sink is multiplied by scale, as the scores are")
-class SinkScaled(Attention):
-    def sink(self, L):
-        return self.scale * super().sink(L)
-
-
-@mutant("the sink is not converted to base 2, as the scores are")
-class SinkInBase2(Attention):
-    def sink(self, L):
-        return math.log(2) * super().sink(L)
-
-
-@mutant("the sink is taken of the key head instead of the query head")
-class SinkOfKeyHead(Attention):
-    def sink(self, L):
-        return super().sink(L)[torch.arange(self.H) // self.group]
-
-
-@mutant("the sink is counted once for each part of the keys")
-class SinkOfEveryPart(Attention):
-    sink_of_every_part = True
-
-
-@mutant("the sink makes out smaller, but is not in lse")
-class SinkNotInLse(Attention):
-    def add_sink(self, O, L):
-        return super().add_sink(O, L)[0], L
-
-
-@mutant("the sink is left out where a row sees no key: its lse is -inf")
-class SinkOnlyBesideKeys(Attention):
-    def sink(self, L):
-        return super().sink(L).masked_fill(L == -math.inf, -math.inf)
-
-
-@mutant("the gradient of the sinks lacks delta: it is the sum of their P")
-class SinkGradientWithoutDelta(Attention):
-    def sink_gradient(self, P, delta):
-        return P.sum(-1)
-
-
-@mutant("the gradient of the sinks has the wrong sign")
-class SinkGradientNegative(Attention):
-    def sink_gradient(self, P, delta):
-        return -super().sink_gradient(P, delta)
+planted("sink_scaled", Attention, "the sink is multiplied by scale, as the scores are",
+        sink=lambda self, L: self.scale * Attention.sink(self, L))
+planted("sink_in_base2", Attention, "the sink is not converted to base 2, as the scores are",
+        sink=lambda self, L: math.log(2) * Attention.sink(self, L))
+planted("sink_of_key_head", Attention, "the sink is taken of the key head instead of the query head",
+        sink=lambda self, L: Attention.sink(self, L)[torch.arange(self.H) // self.group])
+planted("sink_of_every_part", Attention, "the sink is counted once for each part of the keys",
+        sink_of_every_part=True)
+planted("sink_not_in_lse", Attention, "the sink makes out smaller, but is not in lse",
+        add_sink=lambda self, O, L: (Attention.add_sink(self, O, L)[0], L))
+planted("sink_only_beside_keys", Attention, "the sink is left out where a row sees no key: its lse is -inf",
+        sink=lambda self, L: Attention.sink(self, L).masked_fill(L == -math.inf, -math.inf))
+planted("sink_gradient_without_delta", Attention, "the gradient of the sinks lacks delta: it is the sum of their P",
+        sink_gradient=lambda self, P, delta: P.sum(-1))
+planted("sink_gradient_negative", Attention, "the gradient of the sinks has the wrong sign",
+        sink_gradient=lambda self, P, delta: -Attention.sink_gradient(self, P, delta))
 
 
 # ---- packed sequences, and keys that do not exist --------------------------------------------------------------------
@@ -642,10 +495,8 @@ class PackedNeighbourSeen(Attention):
         return x._replace(keys=range(keys.start, min(keys.start + self.o.max_seqlen_k, self.Nk)))
 
 
-@mutant("rows after the last packed sequence are never written")
-class PackedRestNotWritten(Attention):
-    def new_results(self):
-        return tuple(torch.full_like(x, math.nan) for x in super().new_results())
+planted("packed_rest_not_written", Attention, "rows after the last packed sequence are never written",
+        new_results=lambda self: tuple(torch.full_like(x, math.nan) for x in Attention.new_results(self)))
 
 
 @mutant("a sequence without keys gives 0 / 0")

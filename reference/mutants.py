@@ -36,7 +36,8 @@ class Forward:
     def __init__(self, inputs, tile, order):
         self.x, (self.Br, self.Bc), self.order = inputs, tile, order
         self.Nq, self.Nk, D = inputs.q.shape[-2], inputs.k.shape[-2], inputs.q.shape[-1]
-        self.check()
+        if not self.applies():
+            raise NotApplicable
         self.scale = self.choose_scale(inputs.scale, D)
 
     @functools.cached_property
@@ -47,8 +48,9 @@ class Forward:
     def V(self):
         return self.key_head(self.x.v.float(), self.x.q.shape[1])
 
-    def check(self):
-        """Raises NotApplicable where the mistake makes no difference."""
+    def applies(self):
+        """Whether the mistake can be made, and makes a difference, on these inputs."""
+        return True
 
     def run(self, only=None):
         """{"out", "lse"} in float32. only: the first query of the one tile that is computed, if it is not all."""
@@ -100,8 +102,12 @@ class Forward:
         missing = self.Bc - tile.shape[-2]
         return torch.nn.functional.pad(tile, (0, 0, 0, missing)) if missing else tile
 
+    def shift(self):
+        """What is added to a query's position under a causal mask, so that the last query sees the last key."""
+        return self.Nk - self.Nq
+
     def positions(self, S, i, j):
-        row = torch.arange(S.shape[-2])[:, None] + i + self.Nk - self.Nq
+        row = torch.arange(S.shape[-2])[:, None] + i + self.shift()
         return row, torch.arange(S.shape[-1])[None, :] + j
 
     def hidden(self, row, col):
@@ -176,10 +182,12 @@ class Backward:
         self.x, (self.Br, self.Bc), self.order = inputs, tile, order
         self.Nq, self.Nk, D = inputs.q.shape[-2], inputs.k.shape[-2], inputs.q.shape[-1]
         self.scale = D**-0.5 if inputs.scale is None else inputs.scale
-        self.check()
+        if not self.applies():
+            raise NotApplicable
 
-    def check(self):
-        """Raises NotApplicable where the mistake makes no difference."""
+    def applies(self):
+        """Whether the mistake can be made, and makes a difference, on these inputs."""
+        return True
 
     def run(self, only=None, keys=False):
         """{"dq", "dk", "dv"} in float32.
@@ -226,8 +234,11 @@ class Backward:
     def probabilities(self, S, lse, rows):
         return (S - lse[..., rows, None]).exp()
 
+    def shift(self):
+        return self.Nk - self.Nq
+
     def mask_causal(self, P, rows, keys):
-        row = torch.arange(rows.start, rows.stop)[:, None] + self.Nk - self.Nq
+        row = torch.arange(rows.start, rows.stop)[:, None] + self.shift()
         return P.masked_fill(torch.arange(keys.start, keys.stop)[None, :] > row, 0)
 
     def gradient(self, P, dP, delta):
@@ -267,20 +278,31 @@ class Mutant:
     def concerns_the_mask(self):
         """Whether it changes which scores are hidden, or how. A function that masks nothing cannot make it."""
         right = Forward if issubclass(self.kind, Forward) else Backward
-        steps = "positions", "hidden", "hidden_score", "mask_causal", "mask_tail"
+        steps = "shift", "positions", "hidden", "hidden_score", "mask_causal", "mask_tail"
         return any(getattr(self.kind, step, None) != getattr(right, step, None) for step in steps)
 
 
 MUTANTS: list[Mutant] = []
 
 
+def planted(name, base, says, sources="", *, among=MUTANTS, **steps):
+    """Registers the mutant that is `base` with these steps in the place of its own, and returns its class.
+
+    base: Forward, Backward, Ring, or a class that is made from one of them. steps: functions or values by name. Where a
+    function needs the step that it takes the place of, it calls that of its base: Forward.finish(self, m, l, O).
+    """
+    kind = type(name, (base,), {**steps, "variants": ()})  # and not the variants of the mutant that it is made from
+    among.append(Mutant(name, says, kind, sources))
+    return kind
+
+
 def mutant(says, sources="", among=MUTANTS):
-    """Registers a class under its name in snake case, by default a subclass of Forward or Backward."""
+    """Registers a class under its name in snake case: a mistake that takes more than one step, or a longer one."""
 
     def register(kind):
         name = "".join("_" + c.lower() if c.isupper() else c for c in kind.__name__).lstrip("_")
+        kind.variants = ()
         among.append(Mutant(name, says, kind, sources))
-        kind.variants = ()  # and not those of the mutant that it is made from
         return kind
 
     return register
@@ -299,64 +321,51 @@ def variant_of(kind):
     return register
 
 
+def variant(kind, *bases, **steps):
+    """A variant of the mutant `kind` (see `variant_of`) that is its bases, or `kind`, with these steps."""
+    return variant_of(kind)(type(f"variant_of_{kind.__name__}", bases or (kind,), steps))
+
+
+# Where many mistakes make a difference: these take the place of `applies`.
+
+
+def causal(self):
+    return self.x.causal
+
+
+def shifted(self):
+    return self.x.causal and self.Nq != self.Nk
+
+
+def some_rows_see_no_key(self):
+    return self.x.causal and self.Nq > self.Nk > 0
+
+
+def square_tiles(self):
+    return self.Br == self.Bc
+
+
 # ---- the forward -----------------------------------------------------------------------------------------------------
 
 
-@mutant("O is not rescaled when the running maximum moves")
-class NoRescaleOfO(Forward):
-    def rescale_O(self, O, alpha):
-        return O
-
-
-@mutant("l is not rescaled when the running maximum moves")
-class NoRescaleOfL(Forward):
-    def rescale_l(self, l, alpha):
-        return l
-
-
-@mutant(
-    "O is rescaled by exp(m_new - m), the inverse of what it needs",
-    "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1; Dao-AILab/flash-attention issue 991",
-)
-class InverseRescaleOfO(Forward):
-    def rescale_O(self, O, alpha):
-        return torch.where(alpha[..., None] == 0, 0, O / alpha[..., None])
-
-
-@mutant("O and l are both rescaled by exp(m_new - m), the inverse of what they need")
-class InverseAlpha(Forward):
-    def alpha(self, m, unit):
-        return torch.where(m.isneginf(), 0, (unit - m).exp())
-
-
-@mutant(
+planted("no_rescale_of_o", Forward, "O is not rescaled when the running maximum moves",
+        rescale_O=lambda self, O, alpha: O)
+planted("no_rescale_of_l", Forward, "l is not rescaled when the running maximum moves",
+        rescale_l=lambda self, l, alpha: l)
+planted("inverse_rescale_of_o", Forward, "O is rescaled by exp(m_new - m), the inverse of what it needs",
+        "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1; Dao-AILab/flash-attention issue 991",
+        rescale_O=lambda self, O, alpha: torch.where(alpha[..., None] == 0, 0, O / alpha[..., None]))
+planted("inverse_alpha", Forward, "O and l are both rescaled by exp(m_new - m), the inverse of what they need",
+        alpha=lambda self, m, unit: torch.where(m.isneginf(), 0, (unit - m).exp()))
+InfiniteAlpha = planted(
+    "infinite_alpha", Forward,
     "alpha is exp(m_new - m), the inverse of what it has to be (papers/errata.md, E12). At the first tile it is "
-    "infinite, and 0 * inf is NaN"
-)
-class InfiniteAlpha(Forward):
-    def alpha(self, m, unit):
-        return (unit - m).exp()
-
-
-@variant_of(InfiniteAlpha)
-class InfiniteAlphaWhereKeysAreSeen(InfiniteAlpha):
-    """Stage 01's exp_difference(m_new, m), which is 0 where both are -inf."""
-
-    def maximum(self, m, S):
-        self.m_new = super().maximum(m, S)
-        return self.m_new
-
-    def alpha(self, m, unit):
-        return super().alpha(m, unit).masked_fill(self.m_new.isneginf(), 0)
-
-
-@mutant(
-    "O is divided by alpha instead of multiplied (papers/errata.md, E12): alpha begins as 0, and 0 / 0 is NaN",
-    "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1",
-)
-class DividedByAlpha(Forward):
-    def rescale_O(self, O, alpha):
-        return O / alpha[..., None]
+    "infinite, and 0 * inf is NaN",
+    alpha=lambda self, m, unit: (unit - m).exp())
+planted("divided_by_alpha", Forward,
+        "O is divided by alpha instead of multiplied (papers/errata.md, E12): alpha begins as 0, and 0 / 0 is NaN",
+        "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1",
+        rescale_O=lambda self, O, alpha: O / alpha[..., None])
 
 
 @mutant("the maximum is never subtracted, so exp overflows")
@@ -367,27 +376,15 @@ class NoMaximum(Forward):
         return m
 
 
-@variant_of(NoMaximum)
-class NoMaximumUnguarded(NoMaximum):
-    """exp(S) / sum exp(S), which for a row that sees no key is 0 / 0."""
-
-    def divide(self, O, l):
-        return O / l[..., None]
-
-
-@mutant(
-    "the running maximum starts at 0 instead of -inf",
-    "gpu-mode/lectures, lecture_012/flash_attention.cu starts at 1e-30, to the same effect",
-)
-class MaximumStartsAtZero(Forward):
-    m_start = 0.0
+planted("maximum_starts_at_zero", Forward, "the running maximum starts at 0 instead of -inf",
+        "gpu-mode/lectures, lecture_012/flash_attention.cu starts at 1e-30, to the same effect",
+        m_start=0.0)
 
 
 @mutant("one maximum of all rows is subtracted, and exp underflows in rows with much smaller scores")
 class GlobalMaximum(Forward):
-    def check(self):
-        if not self.x.q.numel() or not self.x.k.numel():
-            raise NotApplicable
+    def applies(self):
+        return self.x.q.numel() and self.x.k.numel()
 
     def run(self, only=None):
         S = self.scale * (self.x.q.float() @ self.K.mT)
@@ -399,55 +396,22 @@ class GlobalMaximum(Forward):
         return m
 
 
-@mutant("the first tile's maximum is kept for the whole row")
-class FirstMaximumKept(Forward):
-    def maximum(self, m, S):
-        return torch.where(m.isneginf(), S.amax(-1), m)
-
-
-@mutant("each tile's own maximum is taken for the running one")
-class TileMaximum(Forward):
-    def maximum(self, m, S):
-        return S.amax(-1)
-
-
-@variant_of(TileMaximum)
-class TileMaximumUnguarded(TileMaximum):
-    """Stage 01's exp_difference(m, m_new), infinite where a row sees earlier keys, but none of this tile."""
-
-    def maximum(self, m, S):
-        self.m_new = super().maximum(m, S)
-        return self.m_new
-
-    def alpha(self, m, unit):
-        return (m - self.m_new).exp().masked_fill(m.isneginf(), 0)
-
-
-@mutant("exp(-inf - (-inf)) or 0 / 0 is not guarded: a row that sees no key becomes NaN")
-class NoGuard(Forward):
-    def check(self):
-        if not (self.x.causal and self.Nq > self.Nk > 0):
-            raise NotApplicable
-
-    def unit(self, m_new):
-        return m_new
-
-
-@mutant("the softmax of a row that sees no key is not guarded: its lse is right, but its out is 0 / 0, which is NaN")
-class OutUnguarded(Forward):
-    def check(self):
-        if not (self.x.causal and self.Nq > self.Nk > 0):
-            raise NotApplicable
-
-    def divide(self, O, l):
-        return O / l[..., None]
+planted("first_maximum_kept", Forward, "the first tile's maximum is kept for the whole row",
+        maximum=lambda self, m, S: torch.where(m.isneginf(), S.amax(-1), m))
+TileMaximum = planted(
+    "tile_maximum", Forward, "each tile's own maximum is taken for the running one",
+    maximum=lambda self, m, S: S.amax(-1))
+planted("no_guard", Forward, "exp(-inf - (-inf)) or 0 / 0 is not guarded: a row that sees no key becomes NaN",
+        applies=some_rows_see_no_key, unit=lambda self, m_new: m_new)
+planted("out_unguarded", Forward,
+        "the softmax of a row that sees no key is not guarded: its lse is right, but its out is 0 / 0, which is NaN",
+        applies=some_rows_see_no_key, divide=lambda self, O, l: O / l[..., None])
 
 
 @mutant("the tile's own maximum is subtracted, and for a row that sees no key of the tile exp(-inf - (-inf)) is NaN")
 class MaskedRowNotGuarded(Forward):
-    def check(self):
-        if not self.x.causal or self.Nk <= self.Bc:  # with a single tile of keys it is the mistake no_guard
-            raise NotApplicable
+    def applies(self):
+        return self.x.causal and self.Nk > self.Bc  # with a single tile of keys it is the mistake no_guard
 
     def probabilities(self, S, m, unit):
         """P is relative to the tile's own maximum and then multiplied by beta, as in FlashAttention, Algorithm 2."""
@@ -456,48 +420,24 @@ class MaskedRowNotGuarded(Forward):
         return beta[..., None] * self.exp(S - m_tile[..., None])
 
 
-@mutant(
-    "a tile that is masked throughout is neither skipped nor guarded: its P = exp(-inf - (-inf)) is NaN",
-    "FlashAttention, Algorithm 2, line 12; also Algorithm 5",
-)
-class MaskedTileVisited(MaskedRowNotGuarded):
-    def end_of_keys(self, i):
-        return self.Nk
+planted("masked_tile_visited", MaskedRowNotGuarded,
+        "a tile that is masked throughout is neither skipped nor guarded: its P = exp(-inf - (-inf)) is NaN",
+        "FlashAttention, Algorithm 2, line 12; also Algorithm 5",
+        end_of_keys=lambda self, i: self.Nk)
 
-
-@mutant("the causal mask compares positions within the tile")
-class TileLocalMask(Forward):
-    def positions(self, S, i, j):
-        return torch.arange(S.shape[-2])[:, None], torch.arange(S.shape[-1])[None, :]
-
-
-@mutant("the causal mask is strict: a query does not see its own key")
-class StrictMask(Forward):
-    def hidden(self, row, col):
-        return col >= row
-
-
-@mutant("the causal mask hides one key too few: a query sees the key after its own")
-class LooseMask(Forward):
-    def hidden(self, row, col):
-        return col > row + 1
-
-
-@mutant("the causal mask hides the lower triangle: a query sees the later keys instead of the earlier ones")
-class LowerTriangleMasked(Forward):
-    def hidden(self, row, col):
-        return col < row
-
-
-@mutant("the causal mask subtracts Nk - Nq from a query's position instead of adding it")
-class ShiftSubtracted(Forward):
-    def check(self):
-        if not self.x.causal or self.Nq == self.Nk:
-            raise NotApplicable
-
-    def positions(self, S, i, j):
-        row, col = super().positions(S, i, j)
-        return row - 2 * (self.Nk - self.Nq), col
+TileLocalMask = planted(
+    "tile_local_mask", Forward, "the causal mask compares positions within the tile",
+    positions=lambda self, S, i, j: (torch.arange(S.shape[-2])[:, None], torch.arange(S.shape[-1])[None, :]))
+planted("strict_mask", Forward, "the causal mask is strict: a query does not see its own key",
+        hidden=lambda self, row, col: col >= row)
+planted("loose_mask", Forward, "the causal mask hides one key too few: a query sees the key after its own",
+        hidden=lambda self, row, col: col > row + 1)
+planted("lower_triangle_masked", Forward,
+        "the causal mask hides the lower triangle: a query sees the later keys instead of the earlier ones",
+        hidden=lambda self, row, col: col < row)
+ShiftSubtracted = planted(
+    "shift_subtracted", Forward, "the causal mask subtracts Nk - Nq from a query's position instead of adding it",
+    applies=shifted, shift=lambda self: self.Nq - self.Nk)
 
 
 @mutant(
@@ -505,144 +445,30 @@ class ShiftSubtracted(Forward):
     "left where there are fewer"
 )
 class WrongSignOfTheShift(Forward):
-    def check(self):
-        if not self.x.causal or self.Nq == self.Nk:
-            raise NotApplicable
+    applies = shifted
 
-    def positions(self, S, i, j):
-        row, col = super().positions(S, i, j)
-        return row - (self.Nk - self.Nq) - max(0, self.Nk - self.Nq), col
+    def shift(self):
+        return -max(0, self.Nk - self.Nq)
 
     def end_of_keys(self, i):
         return self.Nk
 
 
-@mutant("the mask is hidden * -inf, which is NaN where nothing is hidden, because 0 * -inf is NaN")
-class MaskTimesInfinity(Forward):
-    def mask_causal(self, S, i, j):
-        return S + self.hidden(*self.positions(S, i, j)) * -math.inf
-
-
-@mutant(
-    "masked scores are set to a large negative number, such as -1e9, instead of -inf: a row that sees no key gets the "
-    "mean of the values"
-)
-class MaskedToMinus1e9(Forward):
-    hidden_score = -1e9
-
-    def check(self):
-        if not self.x.causal:
-            raise NotApplicable
-
-
-@variant_of(MaskedToMinus1e9)
-class Minus1e9InTheMatrixForm(MaskedToMinus1e9):
-    """A row that sees no key gets the mean of all values, because no tile of keys is left out."""
-
-    def end_of_keys(self, i):
-        return self.Nk
-
-
-@variant_of(MaskedToMinus1e9)
-class Minus1e9BeforeTheScale(MaskedToMinus1e9):
-    """Stage 03's S, which is multiplied with the scale after it has been masked."""
-
-    @property
-    def hidden_score(self):
-        return -1e9 * self.scale
-
-
-@variant_of(MaskedToMinus1e9)
-class MaskedToTheSmallestNumber(MaskedToMinus1e9):
-    """torch.finfo(dtype).min, as in Hugging Face's transformers."""
-
-    @property
-    def hidden_score(self):
-        return torch.finfo(self.x.q.dtype).min
-
-
-@variant_of(MaskedToMinus1e9)
-class TheSmallestNumberInTheMatrixForm(MaskedToTheSmallestNumber, Minus1e9InTheMatrixForm):
-    """Both of the two above."""
-
-
-@mutant("the causal mask is aligned at the top left")
-class TopLeft(Forward):
-    def check(self):
-        if not self.x.causal or self.Nq == self.Nk:
-            raise NotApplicable
-
-    def positions(self, S, i, j):
-        row, col = super().positions(S, i, j)
-        return row - (self.Nk - self.Nq), col
-
-
-class OnlyInDiagonalTiles(Forward):
-    """As in stage 03, which masks only the tiles with a key that some query of the tile does not see."""
-
-    def mask_causal(self, S, i, j):
-        full = max(0, i + 1 + self.Nk - self.Nq) // self.Bc * self.Bc
-        return super().mask_causal(S, i, j) if j >= full else S
-
-
-@variant_of(WrongSignOfTheShift)
-class WrongSignOfTheShiftAndTheSmallestNumber(TheSmallestNumberInTheMatrixForm, WrongSignOfTheShift):
-    """A row that then sees no key gets the mean of the values."""
-
-    def check(self):
-        WrongSignOfTheShift.check(self)
-
-
-@variant_of(TopLeft)
-class TopLeftInDiagonalTiles(OnlyInDiagonalTiles, TopLeft):
-    pass
-
-
-@variant_of(ShiftSubtracted)
-class ShiftSubtractedInDiagonalTiles(OnlyInDiagonalTiles, ShiftSubtracted):
-    pass
-
-
-@variant_of(TileLocalMask)
-class TileLocalInDiagonalTiles(OnlyInDiagonalTiles, TileLocalMask):
-    """As in stage 03, whose mask hides keys beyond the last one too, here counted from the tile's first key."""
-
-    def positions(self, S, i, j):
-        row, col = super().positions(S, i, j)
-        return row + self.Nk - self.Nq, col
-
-    def mask_tail(self, S, j):
-        return S.masked_fill(torch.arange(S.shape[-1]) >= self.Nk, -math.inf)
-
-
-@variant_of(MaskedToMinus1e9)
-class TheSmallestNumberBeforeTheScale(OnlyInDiagonalTiles, MaskedToMinus1e9):
-    """torch.finfo(dtype).min in stage 03, also for keys that do not exist."""
-
-    @property
-    def hidden_score(self):
-        return torch.finfo(torch.float32).min * self.scale
-
-    def mask_tail(self, S, j):
-        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, self.hidden_score)
-
-
-@mutant("the mask hides what is seen and shows what is hidden: the branches of the choice are exchanged")
-class MaskInverted(Forward):
-    def hidden(self, row, col):
-        return col <= row
-
-
-@variant_of(MaskInverted)
-class InvertedInDiagonalTiles(OnlyInDiagonalTiles, MaskInverted):
-    """As in stage 03, whose mask then shows the zeros beyond the last key, and hides the keys before them."""
-
-    def hidden(self, row, col):
-        return super().hidden(row, col) & (col < self.Nk)
-
-    def mask_tail(self, S, j):
-        real = self.Nk - j
-        return S if self.x.causal or real >= S.shape[-1] else S.masked_fill(torch.arange(S.shape[-1]) < real, -math.inf)
+planted("mask_times_infinity", Forward,
+        "the mask is hidden * -inf, which is NaN where nothing is hidden, because 0 * -inf is NaN",
+        mask_causal=lambda self, S, i, j: S + self.hidden(*self.positions(S, i, j)) * -math.inf)
+MaskedToMinus1e9 = planted(
+    "masked_to_minus1e9", Forward,
+    "masked scores are set to a large negative number, such as -1e9, instead of -inf: a row that sees no key gets "
+    "the mean of the values",
+    applies=causal, hidden_score=-1e9)
+TopLeft = planted(
+    "top_left", Forward, "the causal mask is aligned at the top left",
+    applies=shifted, shift=lambda self: 0)
+MaskInverted = planted(
+    "mask_inverted", Forward,
+    "the mask hides what is seen and shows what is hidden: the branches of the choice are exchanged",
+    hidden=lambda self, row, col: col <= row)
 
 
 @mutant("i, the number of the tile's first query, is multiplied by Br as if it were the tile's number; or j by Bc")
@@ -654,85 +480,22 @@ class TileNumbersForPositions(Forward):
         return row + self.times_i * (self.Br - 1) * i, col + self.times_j * (self.Bc - 1) * j
 
 
-@variant_of(TileNumbersForPositions)
-class TileNumbersForBoth(TileNumbersForPositions):
-    times_j = True
-
-
-@variant_of(TileNumbersForPositions)
-class TileNumberForJ(TileNumbersForPositions):
-    times_i, times_j = False, True
-
-
-class TileNumbersInDiagonalTiles(OnlyInDiagonalTiles, TileNumbersForPositions):
-    """As in stage 03, whose mask also hides keys beyond the last one by their positions."""
-
-    def mask_tail(self, S, j):
-        beyond = torch.arange(S.shape[-1]) + j * (self.Bc if self.times_j else 1) >= self.Nk
-        return S.masked_fill(beyond, -math.inf) if j + S.shape[-1] > self.Nk else S
-
-
-@variant_of(TileNumbersForPositions)
-class IInDiagonalTiles(TileNumbersInDiagonalTiles):
-    pass
-
-
-@variant_of(TileNumbersForPositions)
-class BothInDiagonalTiles(TileNumbersInDiagonalTiles):
-    times_j = True
-
-
-@variant_of(TileNumbersForPositions)
-class JInDiagonalTiles(TileNumbersInDiagonalTiles):
-    times_i, times_j = False, True
-
-
-@mutant("Nk - Nq is taken for 0 where it is negative, and the first queries see keys that come after them")
-class ShiftNeverNegative(Forward):
-    def check(self):
-        if not self.x.causal or self.Nq == self.Nk:
-            raise NotApplicable
-
-    def positions(self, S, i, j):
-        row, col = super().positions(S, i, j)
-        return row + max(0, self.Nq - self.Nk), col
-
-
-@variant_of(ShiftNeverNegative)
-class ShiftNeverNegativeInDiagonalTiles(OnlyInDiagonalTiles, ShiftNeverNegative):
-    pass
-
-
-@mutant("masked scores are set to 0 instead of -inf")
-class MaskedToZero(Forward):
-    hidden_score = 0.0
-
-
-@variant_of(MaskedToZero)
-class ZeroInDiagonalTiles(OnlyInDiagonalTiles, MaskedToZero):
-    """As in stage 03, where keys that do not exist are hidden by the same function."""
-
-    def mask_tail(self, S, j):
-        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, 0.0)
-
-
-@mutant("keys beyond the last one, zeros in the last tile, are not masked")
-class TailNotMasked(Forward):
-    def mask_tail(self, S, j):
-        return S
-
-
-@mutant("the last, ragged tile of keys is left out")
-class TailDropped(Forward):
-    def key_tiles(self):
-        return range(0, self.Nk // self.Bc * self.Bc, self.Bc)
+ShiftNeverNegative = planted(
+    "shift_never_negative", Forward,
+    "Nk - Nq is taken for 0 where it is negative, and the first queries see keys that come after them",
+    applies=shifted, shift=lambda self: max(0, self.Nk - self.Nq))
+MaskedToZero = planted(
+    "masked_to_zero", Forward, "masked scores are set to 0 instead of -inf", hidden_score=0.0)
+planted("tail_not_masked", Forward, "keys beyond the last one, zeros in the last tile, are not masked",
+        mask_tail=lambda self, S, j: S)
+planted("tail_dropped", Forward, "the last, ragged tile of keys is left out",
+        key_tiles=lambda self: range(0, self.Nk // self.Bc * self.Bc, self.Bc))
 
 
 @mutant("the number of queries is taken for the number of keys")
 class QueriesForKeys(Forward):
-    def check(self):
-        if self.Nq >= self.Nk:  # equal: no difference; more queries: reads outside k, with any result
-            raise NotApplicable
+    def applies(self):
+        return self.Nq < self.Nk  # equal: no difference; more queries: reads outside k, with any result
 
     def key_tiles(self):
         return range(0, self.Nq, self.Bc)
@@ -741,37 +504,17 @@ class QueriesForKeys(Forward):
         return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nq, -math.inf)
 
 
-@mutant("the scale is hard-coded for head_dim 64")
-class HardCodedScale(Forward):
-    def choose_scale(self, scale, D):
-        return 0.125
-
-
-@mutant("the scale argument is ignored")
-class ScaleIgnored(Forward):
-    def choose_scale(self, scale, D):
-        return D**-0.5
-
-
-@mutant("the scores are not scaled")
-class NoScale(Forward):
-    def choose_scale(self, scale, D):
-        return 1.0
-
-
-@mutant("query head h reads key head h mod Hk instead of h // (H / Hk)")
-class HeadsInterleaved(Forward):
-    def check(self):
-        if self.x.q.shape[1] == self.x.k.shape[1] or self.x.k.shape[1] == 1:
-            raise NotApplicable
-
-    def key_head(self, x, H):
-        return x.repeat(1, H // x.shape[1], 1, 1)
-
-
-@mutant("O and l are accumulated in half precision")
-class HalfAccumulators(Forward):
-    accumulator = torch.float16
+planted("hard_coded_scale", Forward, "the scale is hard-coded for head_dim 64",
+        choose_scale=lambda self, scale, D: 0.125)
+planted("scale_ignored", Forward, "the scale argument is ignored",
+        choose_scale=lambda self, scale, D: D**-0.5)
+planted("no_scale", Forward, "the scores are not scaled",
+        choose_scale=lambda self, scale, D: 1.0)
+planted("heads_interleaved", Forward, "query head h reads key head h mod Hk instead of h // (H / Hk)",
+        applies=lambda self: self.x.k.shape[1] not in (1, self.x.q.shape[1]),
+        key_head=lambda self, x, H: x.repeat(1, H // x.shape[1], 1, 1))
+planted("half_accumulators", Forward, "O and l are accumulated in half precision",
+        accumulator=torch.float16)
 
 
 @mutant("O is divided by l after every tile and never multiplied back")
@@ -786,34 +529,20 @@ class NotMultipliedBack(Forward):
         return O, m + l.log()
 
 
-@mutant("O is never divided by l_new")
-class NeverDivided(NotMultipliedBack):
-    def check(self):
-        if self.order != "fa1":  # In the other orders it is the mistake not_normalised.
-            raise NotApplicable
-
-    def divide(self, O, l):
-        return O
-
-
-@mutant("O is divided by l after every tile, never multiplied back, and divided once more at the end")
-class DividedAtEveryTile(NotMultipliedBack):
-    def finish(self, m, l, O):
-        return self.divide(O, l), m + l.log()
-
-
-@mutant("O has already been divided by l when it is divided by l at the end")
-class DividedTwice(Forward):
-    def finish(self, m, l, O):
-        out, lse = super().finish(m, l, O)
-        return self.divide(out, l), lse
+planted("never_divided", NotMultipliedBack, "O is never divided by l_new",
+        applies=lambda self: self.order == "fa1",  # In the other orders it is the mistake not_normalised.
+        divide=lambda self, O, l: O)
+planted("divided_at_every_tile", NotMultipliedBack,
+        "O is divided by l after every tile, never multiplied back, and divided once more at the end",
+        finish=lambda self, m, l, O: (self.divide(O, l), m + l.log()))
+planted("divided_twice", Forward, "O has already been divided by l when it is divided by l at the end",
+        finish=lambda self, m, l, O: (self.divide(Forward.finish(self, m, l, O)[0], l), m + l.log()))
 
 
 @mutant("l is overwritten before the factor of the old O is computed, which needs the old l")
 class LOverwritten(Forward):
-    def check(self):
-        if self.order != "fa1":  # In the other orders O is not multiplied back.
-            raise NotApplicable
+    def applies(self):
+        return self.order == "fa1"  # In the other orders O is not multiplied back.
 
     def add_to_l(self, l, alpha, P):
         self.l_new = super().add_to_l(l, alpha, P)
@@ -823,75 +552,29 @@ class LOverwritten(Forward):
         return super().multiply_back(O, self.l_new)
 
 
-@mutant("O is not divided by l at the end")
-class NotNormalised(Forward):
-    def divide(self, O, l):
-        return O
+planted("not_normalised", Forward, "O is not divided by l at the end",
+        divide=lambda self, O, l: O)
+planted("lse_in_base2", Forward, "lse is in base 2",
+        finish=lambda self, m, l, O: (Forward.finish(self, m, l, O)[0], (m + l.log()) / math.log(2)))
+planted("log_of_l_in_base2", Forward, "lse is m + log2 l: the logarithm of l is in base 2, and m is not",
+        finish=lambda self, m, l, O: (Forward.finish(self, m, l, O)[0], m + l.log2()))
+planted("lse_without_maximum", Forward, "lse leaves out the maximum",
+        finish=lambda self, m, l, O: (Forward.finish(self, m, l, O)[0], l.log()))
+planted("maximum_for_lse", Forward, "the maximum is returned as lse",
+        finish=lambda self, m, l, O: (Forward.finish(self, m, l, O)[0], m))
 
-
-@mutant("lse is in base 2")
-class LseInBase2(Forward):
-    def finish(self, m, l, O):
-        out, lse = super().finish(m, l, O)
-        return out, lse / math.log(2)
-
-
-@mutant("lse is m + log2 l: the logarithm of l is in base 2, and m is not")
-class LogOfLInBase2(Forward):
-    def finish(self, m, l, O):
-        return super().finish(m, l, O)[0], m + l.log2()
-
-
-@mutant("lse leaves out the maximum")
-class LseWithoutMaximum(Forward):
-    def finish(self, m, l, O):
-        return super().finish(m, l, O)[0], l.log()
-
-
-@mutant("the maximum is returned as lse")
-class MaximumForLse(Forward):
-    def finish(self, m, l, O):
-        return super().finish(m, l, O)[0], m
-
-
-@mutant("m is overwritten before alpha is computed from it, so neither O nor l is rescaled")
-class NothingRescaled(Forward):
-    def alpha(self, m, unit):
-        return torch.ones_like(m)
-
-
-@mutant("P is computed with the maximum before this tile instead of m_new")
-class PWithOldMaximum(Forward):
-    def probabilities(self, S, m, unit):
-        return self.exp(S - m[..., None])
-
-
-@variant_of(PWithOldMaximum)
-class PWithOldMaximumGuarded(PWithOldMaximum):
-    """Stage 01's exp_difference(S, m), which is 0 where S is -inf."""
-
-    def probabilities(self, S, m, unit):
-        return super().probabilities(S, m, unit).masked_fill(S.isneginf(), 0)
-
-
-@variant_of(PWithOldMaximum)
-class PWithOldMaximumOrZero(PWithOldMaximum):
-    """0 is subtracted where the old maximum is -inf."""
-
-    def probabilities(self, S, m, unit):
-        return super().probabilities(S, m.nan_to_num(neginf=0.0), unit)
-
-
-@mutant("the new keys' part of l is multiplied with alpha, too: alpha * (l + rowsum P)")
-class NewPartOfLRescaled(Forward):
-    def add_to_l(self, l, alpha, P):
-        return alpha * (l + P.sum(-1))
-
-
-@mutant("m keeps its old value: it stays -inf, and each tile's sums replace all earlier ones")
-class MaximumNotStored(Forward):
-    def update(self, m, l, O, S, V_j):
-        return m, *super().update(m, l, O, S, V_j)[1:]
+planted("nothing_rescaled", Forward,
+        "m is overwritten before alpha is computed from it, so neither O nor l is rescaled",
+        alpha=lambda self, m, unit: torch.ones_like(m))
+PWithOldMaximum = planted(
+    "p_with_old_maximum", Forward, "P is computed with the maximum before this tile instead of m_new",
+    probabilities=lambda self, S, m, unit: self.exp(S - m[..., None]))
+planted("new_part_of_l_rescaled", Forward,
+        "the new keys' part of l is multiplied with alpha, too: alpha * (l + rowsum P)",
+        add_to_l=lambda self, l, alpha, P: alpha * (l + P.sum(-1)))
+planted("maximum_not_stored", Forward,
+        "m keeps its old value: it stays -inf, and each tile's sums replace all earlier ones",
+        update=lambda self, m, l, O, S, V_j: (m, *Forward.update(self, m, l, O, S, V_j)[1:]))
 
 
 @mutant("l is returned in the place of m, and m in the place of l")
@@ -933,9 +616,7 @@ class LTimesAlphaAtEveryKey(AlphaAtEveryKey):
 class AxesExchanged(Forward):
     """A square tile whose maximum or sum runs over the queries: what belongs to a key is taken for a query's."""
 
-    def check(self):
-        if self.Br != self.Bc:
-            raise NotApplicable
+    applies = square_tiles
 
     def run(self, only=None):
         """As the forward, but for whole tiles, because zeros beyond the last query count too."""
@@ -943,22 +624,17 @@ class AxesExchanged(Forward):
         return {name: x[:, :, : self.Nq] for name, x in super().run(only).items()}
 
 
-@mutant("the maximum is taken over the queries of the tile, and not over the keys: the wrong axis")
-class MaximumOverQueries(AxesExchanged):
-    def maximum(self, m, S):
-        return torch.maximum(m, S.amax(-2))
-
-
-@mutant("P is added up over the queries of the tile, and not over the keys: the wrong axis")
-class SumOverQueries(AxesExchanged):
-    def add_to_l(self, l, alpha, P):
-        return self.rescale_l(l, alpha) + P.sum(-2)
-
-
-@mutant("alpha multiplies the new part of l and not the old one: l + alpha * rowsum P")
-class AlphaOnTheNewPartOfL(Forward):
-    def add_to_l(self, l, alpha, P):
-        return l + alpha * P.sum(-1)
+planted("maximum_over_queries", AxesExchanged,
+        "the maximum is taken over the queries of the tile, and not over the keys: the wrong axis",
+        maximum=lambda self, m, S: torch.maximum(m, S.amax(-2)))
+SumOverQueries = planted(
+    "sum_over_queries", AxesExchanged,
+    "P is added up over the queries of the tile, and not over the keys: the wrong axis",
+    add_to_l=lambda self, l, alpha, P: self.rescale_l(l, alpha) + P.sum(-2))
+AlphaOnTheNewPartOfL = planted(
+    "alpha_on_the_new_part_of_l", Forward,
+    "alpha multiplies the new part of l and not the old one: l + alpha * rowsum P",
+    add_to_l=lambda self, l, alpha, P: l + alpha * P.sum(-1))
 
 
 @mutant("alpha multiplies the new parts of l and O and not the old ones: l + alpha * rowsum P, O + alpha * P V")
@@ -974,32 +650,9 @@ class AlphaOnTheNewParts(AlphaOnTheNewPartOfL):
         return O
 
 
-@mutant("alpha multiplies the new part of O and not the old one: O + alpha * P V")
-class AlphaOnTheNewPartOfO(AlphaOnTheNewParts):
-    def add_to_l(self, l, alpha, P):
-        return self.rescale_l(l, alpha) + P.sum(-1)
-
-
-class NoSumIsZero(Forward):
-    """As in stage 03, which takes 1 for an l of 0."""
-
-    def finish(self, m, l, O):
-        return super().finish(m, torch.where(l == 0, 1, l), O)
-
-
-@variant_of(SumOverQueries)
-class SumOverQueriesOrOne(NoSumIsZero, SumOverQueries):
-    pass
-
-
-@variant_of(AlphaOnTheNewPartOfL)
-class AlphaOnTheNewPartOfLOrOne(NoSumIsZero, AlphaOnTheNewPartOfL):
-    pass
-
-
-@variant_of(AlphaOnTheNewParts)
-class AlphaOnTheNewPartsOrOne(NoSumIsZero, AlphaOnTheNewParts):
-    pass
+planted("alpha_on_the_new_part_of_o", AlphaOnTheNewParts,
+        "alpha multiplies the new part of O and not the old one: O + alpha * P V",
+        add_to_l=Forward.add_to_l)
 
 
 @mutant("O is multiplied with alpha at every key of the tile, and not once a tile as l is")
@@ -1024,10 +677,8 @@ class PowersOf2(Forward):
         return (m - unit).exp2()
 
 
-@mutant("P is missing where V is added to O: each key counts once, whatever its score")
-class PMissingFromO(Forward):
-    def operand(self, P):
-        return torch.ones_like(P)
+planted("p_missing_from_o", Forward, "P is missing where V is added to O: each key counts once, whatever its score",
+        operand=lambda self, P: torch.ones_like(P))
 
 
 class PRelativeToTile(Forward):
@@ -1045,23 +696,18 @@ class BetaMissing(PRelativeToTile):
         return self.P_tile
 
 
-@mutant("beta is missing from O: P V, relative to its own tile's maximum, is added to O as it is")
-class BetaMissingFromO(PRelativeToTile):
-    def operand(self, P):
-        return self.P_tile
-
-
-@mutant("beta is missing from l: the sum of P, relative to its own tile's maximum, is added to l as it is")
-class BetaMissingFromL(PRelativeToTile):
-    def add_to_l(self, l, alpha, P):
-        return super().add_to_l(l, alpha, self.P_tile)
+planted("beta_missing_from_o", PRelativeToTile,
+        "beta is missing from O: P V, relative to its own tile's maximum, is added to O as it is",
+        operand=lambda self, P: self.P_tile)
+planted("beta_missing_from_l", PRelativeToTile,
+        "beta is missing from l: the sum of P, relative to its own tile's maximum, is added to l as it is",
+        add_to_l=lambda self, l, alpha, P: Forward.add_to_l(self, l, alpha, self.P_tile))
 
 
 @mutant("alpha and beta are exchanged: beta multiplies the old sums, and alpha those of this tile")
 class AlphaAndBetaExchanged(PRelativeToTile):
-    def check(self):
-        if self.order != "fa1":  # The other orders have no beta.
-            raise NotApplicable
+    def applies(self):
+        return self.order == "fa1"  # The other orders have no beta.
 
     def probabilities(self, S, m, unit):
         self.beta = (S.amax(-1) - unit).exp()
@@ -1088,10 +734,8 @@ class BetaTwice(Forward):
         return beta[..., None] * super().probabilities(S, m, unit)
 
 
-@mutant("the tiles that the causal diagonal crosses are not masked")
-class DiagonalTilesNotMasked(Forward):
-    def mask_causal(self, S, i, j):
-        return torch.full_like(S, -math.inf) if j >= i + self.Br + self.Nk - self.Nq else S
+planted("diagonal_tiles_not_masked", Forward, "the tiles that the causal diagonal crosses are not masked",
+        mask_causal=lambda self, S, i, j: torch.full_like(S, -math.inf) if j >= i + self.Br + self.Nk - self.Nq else S)
 
 
 class LoopEndsEarly(Forward):
@@ -1100,53 +744,34 @@ class LoopEndsEarly(Forward):
     Some rows see keys beyond its end. Those in the last visited tile are zeros, and the others are left out.
     """
 
-    def check(self):
-        if not self.x.causal:
-            raise NotApplicable
+    applies = causal
 
     def load(self, x, j, end):
         return super().load(x[..., :end, :], j, end)
 
 
-@mutant("the causal loop over the keys ends at the diagonal of the top left")
-class LoopEndsAtTopLeft(LoopEndsEarly):
-    def check(self):
-        if not self.x.causal or self.Nq >= self.Nk:  # with Nq > Nk it ends too late, and the mask hides the extra keys
-            raise NotApplicable
-
-    def end_of_keys(self, i):
-        return min(i + self.Br, self.Nq)
-
-
-@mutant("the causal loop over the keys ends at the diagonal of the top left, also for rows beyond the last query")
-class LoopEndsAtTopLeftTile(LoopEndsAtTopLeft):
-    def check(self):
-        super().check()
-        if self.Nq % self.Br == 0:
-            raise NotApplicable
-
-    def end_of_keys(self, i):
-        return min(i + self.Br, self.Nk)
-
-
-@mutant("the causal loop over the keys ends with the keys that the block's first query sees")
-class LoopEndsAtFirstQuery(LoopEndsEarly):
-    def end_of_keys(self, i):
-        return max(0, i + 1 + self.Nk - self.Nq)
-
-
-@mutant("the causal loop over the keys ends one key early: the block's last query does not see its own key")
-class LoopEndsOneEarly(LoopEndsEarly):
-    def end_of_keys(self, i):
-        return max(0, min(i + self.Br, self.Nq) - 1 + self.Nk - self.Nq)
+LoopEndsAtTopLeft = planted(
+    "loop_ends_at_top_left", LoopEndsEarly, "the causal loop over the keys ends at the diagonal of the top left",
+    # With Nq > Nk it ends too late, and the mask hides the extra keys.
+    applies=lambda self: self.x.causal and self.Nq < self.Nk,
+    end_of_keys=lambda self, i: min(i + self.Br, self.Nq))
+planted("loop_ends_at_top_left_tile", LoopEndsAtTopLeft,
+        "the causal loop over the keys ends at the diagonal of the top left, also for rows beyond the last query",
+        applies=lambda self: LoopEndsAtTopLeft.applies(self) and self.Nq % self.Br,
+        end_of_keys=lambda self, i: min(i + self.Br, self.Nk))
+planted("loop_ends_at_first_query", LoopEndsEarly,
+        "the causal loop over the keys ends with the keys that the block's first query sees",
+        end_of_keys=lambda self, i: max(0, i + 1 + self.Nk - self.Nq))
+planted("loop_ends_one_early", LoopEndsEarly,
+        "the causal loop over the keys ends one key early: the block's last query does not see its own key",
+        end_of_keys=lambda self, i: max(0, min(i + self.Br, self.Nq) - 1 + self.Nk - self.Nq))
 
 
 class OperandMixedUp(Forward):
     """P is multiplied with V as operand A of the tensor cores, 16 x 16, with its numbers in the wrong positions."""
 
-    def check(self):
-        if self.Br % 16 or self.Bc % 16:
-            raise NotApplicable
+    def applies(self):
+        return self.Br % 16 == self.Bc % 16 == 0
 
     def run(self, only=None):
         """As the forward, but for whole groups of 16 rows, because zeros beyond the last query change places too."""
@@ -1159,40 +784,23 @@ class OperandMixedUp(Forward):
         return self.mixed_up(split).reshape(P.shape)
 
 
-@mutant("operand A's two middle registers are exchanged: P's rows 8 to 15 are where its keys 8 to 15 belong")
-class OperandRowsForKeys(OperandMixedUp):
-    def mixed_up(self, P):
-        return P.transpose(-6, -3)
-
-
-@mutant("operand A's registers have two neighbouring keys in the wrong order: the second is in the lower half")
-class OperandHalvesExchanged(OperandMixedUp):
-    def mixed_up(self, P):
-        return P.flip(-1)
-
-
-@mutant("operand A's registers hold the rows g and g + 8 of one key instead of two neighbouring keys of one row")
-class OperandPairsOfRows(OperandMixedUp):
-    def mixed_up(self, P):
-        return P.transpose(-6, -1)
-
-
-@mutant("operand A has P of its first 8 keys where that of the other 8 belongs, too")
-class OperandFirstKeysTwice(OperandMixedUp):
-    def mixed_up(self, P):
-        return P[..., :1, :, :].expand(P.shape)
-
-
-@mutant("operand A's rows 0 to 7 and 8 to 15 are exchanged")
-class OperandRowsExchanged(OperandMixedUp):
-    def mixed_up(self, P):
-        return P.flip(-6)
-
-
-@mutant("operand A's registers hold a key of `near` and one of `far` instead of two neighbouring keys")
-class OperandInterleaved(OperandMixedUp):
-    def mixed_up(self, P):
-        return P.transpose(-3, -1)
+planted("operand_rows_for_keys", OperandMixedUp,
+        "operand A's two middle registers are exchanged: P's rows 8 to 15 are where its keys 8 to 15 belong",
+        mixed_up=lambda self, P: P.transpose(-6, -3))
+planted("operand_halves_exchanged", OperandMixedUp,
+        "operand A's registers have two neighbouring keys in the wrong order: the second is in the lower half",
+        mixed_up=lambda self, P: P.flip(-1))
+planted("operand_pairs_of_rows", OperandMixedUp,
+        "operand A's registers hold the rows g and g + 8 of one key instead of two neighbouring keys of one row",
+        mixed_up=lambda self, P: P.transpose(-6, -1))
+planted("operand_first_keys_twice", OperandMixedUp,
+        "operand A has P of its first 8 keys where that of the other 8 belongs, too",
+        mixed_up=lambda self, P: P[..., :1, :, :].expand(P.shape))
+planted("operand_rows_exchanged", OperandMixedUp, "operand A's rows 0 to 7 and 8 to 15 are exchanged",
+        mixed_up=lambda self, P: P.flip(-6))
+planted("operand_interleaved", OperandMixedUp,
+        "operand A's registers hold a key of `near` and one of `far` instead of two neighbouring keys",
+        mixed_up=lambda self, P: P.transpose(-3, -1))
 
 
 @mutant(
@@ -1209,49 +817,234 @@ class ShiftFused(Forward):
         return x.exp().float()
 
 
+# ---- the forward's mistakes, made in other ways ----------------------------------------------------------------------
+
+
+@variant_of(InfiniteAlpha)
+class InfiniteAlphaWhereKeysAreSeen(InfiniteAlpha):
+    """Stage 01's exp_difference(m_new, m), which is 0 where both are -inf."""
+
+    def maximum(self, m, S):
+        self.m_new = super().maximum(m, S)
+        return self.m_new
+
+    def alpha(self, m, unit):
+        return super().alpha(m, unit).masked_fill(self.m_new.isneginf(), 0)
+
+
+@variant_of(TileMaximum)
+class TileMaximumUnguarded(TileMaximum):
+    """Stage 01's exp_difference(m, m_new), infinite where a row sees earlier keys, but none of this tile."""
+
+    def maximum(self, m, S):
+        self.m_new = super().maximum(m, S)
+        return self.m_new
+
+    def alpha(self, m, unit):
+        return (m - self.m_new).exp().masked_fill(m.isneginf(), 0)
+
+
+# exp(S) / sum exp(S), which for a row that sees no key is 0 / 0.
+variant(NoMaximum, divide=lambda self, O, l: O / l[..., None])
+
+# Stage 01's exp_difference(S, m), which is 0 where S is -inf.
+variant(PWithOldMaximum, probabilities=lambda self, S, m, unit: self.exp(S - m[..., None]).masked_fill(S.isneginf(), 0))
+# 0 is subtracted where the old maximum is -inf.
+variant(PWithOldMaximum, probabilities=lambda self, S, m, unit: self.exp(S - m.nan_to_num(neginf=0.0)[..., None]))
+
+# A row that sees no key gets the mean of all values, because no tile of keys is left out.
+Minus1e9InTheMatrixForm = variant(MaskedToMinus1e9, end_of_keys=lambda self, i: self.Nk)
+# Stage 03's S, which is multiplied with the scale after it has been masked.
+variant(MaskedToMinus1e9, hidden_score=property(lambda self: -1e9 * self.scale))
+# torch.finfo(dtype).min, as in Hugging Face's transformers.
+MaskedToTheSmallestNumber = variant(
+    MaskedToMinus1e9, hidden_score=property(lambda self: torch.finfo(self.x.q.dtype).min))
+TheSmallestNumberInTheMatrixForm = variant(MaskedToMinus1e9, MaskedToTheSmallestNumber, Minus1e9InTheMatrixForm)
+# A row that sees no key, because the shift has the wrong sign, gets the mean of the values.
+variant(WrongSignOfTheShift, TheSmallestNumberInTheMatrixForm, WrongSignOfTheShift, applies=shifted)
+
+# i and j are both multiplied, or j alone.
+variant(TileNumbersForPositions, times_j=True)
+variant(TileNumbersForPositions, times_i=False, times_j=True)
+
+
+class OnlyInDiagonalTiles(Forward):
+    """As in stage 03, which masks only the tiles with a key that some query of the tile does not see."""
+
+    def mask_causal(self, S, i, j):
+        full = max(0, i + 1 + self.Nk - self.Nq) // self.Bc * self.Bc
+        return super().mask_causal(S, i, j) if j >= full else S
+
+
+variant(TopLeft, OnlyInDiagonalTiles, TopLeft)
+variant(ShiftSubtracted, OnlyInDiagonalTiles, ShiftSubtracted)
+variant(ShiftNeverNegative, OnlyInDiagonalTiles, ShiftNeverNegative)
+# In stage 03 keys that do not exist are hidden by the same function.
+variant(MaskedToZero, OnlyInDiagonalTiles, MaskedToZero,
+        mask_tail=lambda self, S, j: S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, 0.0))
+
+
+@variant_of(TileLocalMask)
+class TileLocalInDiagonalTiles(OnlyInDiagonalTiles, TileLocalMask):
+    """As in stage 03, whose mask hides keys beyond the last one too, here counted from the tile's first key."""
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row + self.Nk - self.Nq, col
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) >= self.Nk, -math.inf)
+
+
+@variant_of(MaskedToMinus1e9)
+class TheSmallestNumberBeforeTheScale(OnlyInDiagonalTiles, MaskedToMinus1e9):
+    """torch.finfo(dtype).min in stage 03, also for keys that do not exist."""
+
+    @property
+    def hidden_score(self):
+        return torch.finfo(torch.float32).min * self.scale
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, self.hidden_score)
+
+
+@variant_of(MaskInverted)
+class InvertedInDiagonalTiles(OnlyInDiagonalTiles, MaskInverted):
+    """As in stage 03, whose mask then shows the zeros beyond the last key, and hides the keys before them."""
+
+    def hidden(self, row, col):
+        return super().hidden(row, col) & (col < self.Nk)
+
+    def mask_tail(self, S, j):
+        real = self.Nk - j
+        return S if self.x.causal or real >= S.shape[-1] else S.masked_fill(torch.arange(S.shape[-1]) < real, -math.inf)
+
+
+class TileNumbersInDiagonalTiles(OnlyInDiagonalTiles, TileNumbersForPositions):
+    """As in stage 03, whose mask also hides keys beyond the last one by their positions."""
+
+    def mask_tail(self, S, j):
+        beyond = torch.arange(S.shape[-1]) + j * (self.Bc if self.times_j else 1) >= self.Nk
+        return S.masked_fill(beyond, -math.inf) if j + S.shape[-1] > self.Nk else S
+
+
+variant(TileNumbersForPositions, TileNumbersInDiagonalTiles)
+variant(TileNumbersForPositions, TileNumbersInDiagonalTiles, times_j=True)
+variant(TileNumbersForPositions, TileNumbersInDiagonalTiles, times_i=False, times_j=True)
+
+
+class NoSumIsZero(Forward):
+    """As in stage 03, which takes 1 for an l of 0."""
+
+    def finish(self, m, l, O):
+        return super().finish(m, torch.where(l == 0, 1, l), O)
+
+
+variant(SumOverQueries, NoSumIsZero, SumOverQueries)
+variant(AlphaOnTheNewPartOfL, NoSumIsZero, AlphaOnTheNewPartOfL)
+variant(AlphaOnTheNewParts, NoSumIsZero, AlphaOnTheNewParts)
+
+
 # ---- the backward ----------------------------------------------------------------------------------------------------
 
 
-@mutant("delta is missing from dS")
-class DeltaMissing(Backward):
-    def gradient(self, P, dP, delta):
-        return P * dP
+planted("delta_missing", Backward, "delta is missing from dS",
+        gradient=lambda self, P, dP, delta: P * dP)
+planted("delta_of_the_tile", Backward, "delta is summed over one tile of keys instead of the whole row",
+        gradient=lambda self, P, dP, delta: P * (dP - (P * dP).sum(-1, keepdim=True)))
+planted("delta_added", Backward, "delta is added to dP instead of subtracted",
+        gradient=lambda self, P, dP, delta: P * (dP + delta[..., None]))
+planted("delta_of_the_last_column", Backward, "delta is the last column of dO * O instead of the row's sum",
+        delta=lambda self, dO, O: (dO * O)[..., -1])
+planted("delta_product_of_sums", Backward,
+        "delta is the product of the sums of dO and O instead of the sum of the products",
+        delta=lambda self, dO, O: dO.sum(-1) * O.sum(-1))
+planted("delta_of_do", Backward, "delta is the sum of dO * dO instead of dO * O",
+        delta=lambda self, dO, O: (dO * dO).sum(-1))
+DeltaOutsideP = planted(
+    "delta_outside_p", Backward, "P is multiplied with dP alone: P * dP - delta instead of P * (dP - delta)",
+    gradient=lambda self, P, dP, delta: P * dP - delta[..., None])
+planted("elementwise_derivative", Backward,
+        "dS is P * (1 - P) * dP, as if each P depended on its own score alone: all of them share l",
+        gradient=lambda self, P, dP, delta: P * (1 - P) * dP)
+planted("p_as_a_power_of2", Backward, "P is recomputed as a power of 2 without the factor log2(e): 2^(S - lse)",
+        probabilities=lambda self, S, lse, rows: (S - lse[..., rows, None]).exp2())
+planted("ds_scaled", Backward, "dS has the factor scale, which dq and dk then have twice",
+        gradient=lambda self, P, dP, delta: self.scale * Backward.gradient(self, P, dP, delta))
+planted("p_and_ds_exchanged", Backward, "dS is returned in the place of P, and P in the place of dS",
+        returned=lambda self, P, dS: (dS, P))
+planted("softmax_of_the_tile", Backward, "P is the softmax of one tile instead of exp(S - lse)",
+        probabilities=lambda self, S, lse, rows: S.softmax(-1))
 
 
-@mutant("delta is summed over one tile of keys instead of the whole row")
-class DeltaOfTheTile(Backward):
-    def gradient(self, P, dP, delta):
-        return P * (dP - (P * dP).sum(-1, keepdim=True))
+@mutant("a row that sees no key is not guarded: its lse is -inf, and exp(-inf - (-inf)) is NaN")
+class NoGuardInBackward(Backward):
+    applies = some_rows_see_no_key
+
+    def mask_causal(self, P, rows, keys):
+        no_key = torch.arange(rows.start, rows.stop)[:, None] + self.Nk - self.Nq < 0
+        return super().mask_causal(P, rows, keys).masked_fill(no_key, math.nan)
 
 
-@mutant("delta is added to dP instead of subtracted")
-class DeltaAdded(Backward):
-    def gradient(self, P, dP, delta):
-        return P * (dP + delta[..., None])
+planted("ds_without_p", Backward, "dS lacks the factor P",
+        gradient=lambda self, P, dP, delta: dP - delta[..., None])
+planted("dq_scale_missing", Backward, "dq lacks the factor scale",
+        dq_scale=lambda self: 1.0)
+planted("dk_scale_missing", Backward, "dk lacks the factor scale",
+        dk_scale=lambda self: 1.0)
+planted("p_without_scale", Backward, "P is recomputed from scores without the scale",
+        score_scale=lambda self: 1.0)
+planted("scale_ignored_in_backward", Backward, "P is recomputed with 1/sqrt(D) in the place of scale",
+        score_scale=lambda self: self.x.q.shape[-1] ** -0.5)
+planted("stale_lse", Backward, "P is recomputed with a stale lse: that of the first query tile",
+        probabilities=lambda self, S, lse, rows: Backward.probabilities(self, S, lse, slice(0, S.shape[-2])))
+planted("lse_taken_in_base2", Backward, "P is recomputed with an lse in base 2",
+        probabilities=lambda self, S, lse, rows: Backward.probabilities(self, S, lse / math.log(2), rows))
 
 
-@mutant("delta is the last column of dO * O instead of the row's sum")
-class DeltaOfTheLastColumn(Backward):
-    def delta(self, dO, O):
-        return (dO * O)[..., -1]
+def untransposed(self, A, x):
+    """A x for a tile A (rows, keys) and x (rows, D), both padded with zeros to a full tile, as in a kernel."""
+    rows, keys = A.shape[-2:]
+    A = torch.nn.functional.pad(A, (0, self.Bc - keys, 0, self.Br - rows))
+    return (A @ torch.nn.functional.pad(x, (0, 0, 0, self.Br - rows)))[..., :keys, :]
 
 
-@mutant("delta is the product of the sums of dO and O instead of the sum of the products")
-class DeltaProductOfSums(Backward):
-    def delta(self, dO, O):
-        return dO.sum(-1) * O.sum(-1)
+planted("dv_wrong_transpose", Backward, "dv is multiplied with P instead of its transpose",
+        applies=square_tiles, dv_product=untransposed)
+planted("dk_wrong_transpose", Backward, "dk is multiplied with dS instead of its transpose",
+        "FlashAttention-2 prints dK = Q dS^T in section 2.2; Dao-AILab/flash-attention issue 373",
+        applies=square_tiles, dk_product=untransposed)
+planted("dq_overwritten", Backward, "dq of the last key tile overwrites the others instead of being added",
+        add_dq=lambda self, total, term: term)
+planted("no_mask_in_backward", Backward, "the backward forgets the causal mask",
+        applies=causal, mask_causal=lambda self, P, rows, keys: P)
+planted("top_left_in_backward", Backward, "the backward's causal mask is aligned at the top left",
+        applies=shifted, shift=lambda self: 0)
+planted("heads_not_summed", Backward, "dk and dv keep one query head of the group instead of the sum",
+        applies=lambda self: self.x.q.shape[1] != self.x.k.shape[1],
+        sum_heads=lambda self, grad: grad.unflatten(1, (self.x.k.shape[1], -1))[:, :, -1])
+planted("half_gradients", Backward, "dq, dk and dv are accumulated in half precision",
+        accumulator=torch.float16)
+LseMissing = planted(
+    "lse_missing", Backward, "P is recomputed without lse: exp S",
+    probabilities=lambda self, S, lse, rows: S.exp())
+planted("dq_scaled_twice", Backward, "dq has the factor scale twice",
+        dq_scale=lambda self: self.scale**2)
 
 
-@mutant("delta is the sum of dO * dO instead of dO * O")
-class DeltaOfDo(Backward):
-    def delta(self, dO, O):
-        return (dO * dO).sum(-1)
+@mutant("each of the Bc threads adds one element of the tile of dq, and the other elements are never added")
+class DqOneElementAThread(Backward):
+    def add_dq(self, total, term):
+        added = torch.arange(term.shape[-2:].numel()).reshape(term.shape[-2:]) < self.Bc
+        return self.add(total, torch.where(added, term, 0))
 
 
-@mutant("P is multiplied with dP alone: P * dP - delta instead of P * (dP - delta)")
-class DeltaOutsideP(Backward):
-    def gradient(self, P, dP, delta):
-        return P * dP - delta[..., None]
+planted("dq_added_by_every_thread", Backward,
+        "each of the Bc threads adds every element of the tile of dq, so each element is added Bc times",
+        add_dq=lambda self, total, term: self.add(total, self.Bc * term))
+
+# Stage 03's P, which is never larger than 1.
+variant(LseMissing, probabilities=lambda self, S, lse, rows: S.exp().clamp(max=1))
 
 
 @variant_of(DeltaOutsideP)
@@ -1268,193 +1061,6 @@ class DeltaOutsidePInVisitedTiles(DeltaOutsideP):
         return super().gradient(P, dP, delta) * self.visited
 
 
-@mutant("dS is P * (1 - P) * dP, as if each P depended on its own score alone: all of them share l")
-class ElementwiseDerivative(Backward):
-    def gradient(self, P, dP, delta):
-        return P * (1 - P) * dP
-
-
-@mutant("P is recomputed as a power of 2 without the factor log2(e): 2^(S - lse)")
-class PAsAPowerOf2(Backward):
-    def probabilities(self, S, lse, rows):
-        return (S - lse[..., rows, None]).exp2()
-
-
-@mutant("dS has the factor scale, which dq and dk then have twice")
-class DsScaled(Backward):
-    def gradient(self, P, dP, delta):
-        return self.scale * super().gradient(P, dP, delta)
-
-
-@mutant("dS is returned in the place of P, and P in the place of dS")
-class PAndDsExchanged(Backward):
-    def returned(self, P, dS):
-        return dS, P
-
-
-@mutant("P is the softmax of one tile instead of exp(S - lse)")
-class SoftmaxOfTheTile(Backward):
-    def probabilities(self, S, lse, rows):
-        return S.softmax(-1)
-
-
-@mutant("a row that sees no key is not guarded: its lse is -inf, and exp(-inf - (-inf)) is NaN")
-class NoGuardInBackward(Backward):
-    def check(self):
-        if not (self.x.causal and self.Nq > self.Nk > 0):
-            raise NotApplicable
-
-    def mask_causal(self, P, rows, keys):
-        no_key = torch.arange(rows.start, rows.stop)[:, None] + self.Nk - self.Nq < 0
-        return super().mask_causal(P, rows, keys).masked_fill(no_key, math.nan)
-
-
-@mutant("dS lacks the factor P")
-class DsWithoutP(Backward):
-    def gradient(self, P, dP, delta):
-        return dP - delta[..., None]
-
-
-@mutant("dq lacks the factor scale")
-class DqScaleMissing(Backward):
-    def dq_scale(self):
-        return 1.0
-
-
-@mutant("dk lacks the factor scale")
-class DkScaleMissing(Backward):
-    def dk_scale(self):
-        return 1.0
-
-
-@mutant("P is recomputed from scores without the scale")
-class PWithoutScale(Backward):
-    def score_scale(self):
-        return 1.0
-
-
-@mutant("P is recomputed with 1/sqrt(D) in the place of scale")
-class ScaleIgnoredInBackward(Backward):
-    def score_scale(self):
-        return self.x.q.shape[-1] ** -0.5
-
-
-@mutant("P is recomputed with a stale lse: that of the first query tile")
-class StaleLse(Backward):
-    def probabilities(self, S, lse, rows):
-        return super().probabilities(S, lse, slice(0, S.shape[-2]))
-
-
-@mutant("P is recomputed with an lse in base 2")
-class LseTakenInBase2(Backward):
-    def probabilities(self, S, lse, rows):
-        return super().probabilities(S, lse / math.log(2), rows)
-
-
-@mutant("dv is multiplied with P instead of its transpose")
-class DvWrongTranspose(Backward):
-    def check(self):
-        if self.Br != self.Bc:
-            raise NotApplicable
-
-    def dv_product(self, P, dO_i):
-        return self.untransposed(P, dO_i)
-
-    def untransposed(self, A, x):
-        """A x for a tile A (rows, keys) and x (rows, D), both padded with zeros to a full tile, as in a kernel."""
-        rows, keys = A.shape[-2:]
-        A = torch.nn.functional.pad(A, (0, self.Bc - keys, 0, self.Br - rows))
-        return (A @ torch.nn.functional.pad(x, (0, 0, 0, self.Br - rows)))[..., :keys, :]
-
-
-@mutant(
-    "dk is multiplied with dS instead of its transpose",
-    "FlashAttention-2 prints dK = Q dS^T in section 2.2; Dao-AILab/flash-attention issue 373",
-)
-class DkWrongTranspose(DvWrongTranspose):
-    def dk_product(self, dS, Q_i):
-        return self.untransposed(dS, Q_i)
-
-    def dv_product(self, P, dO_i):
-        return P.mT @ dO_i
-
-
-@mutant("dq of the last key tile overwrites the others instead of being added")
-class DqOverwritten(Backward):
-    def add_dq(self, total, term):
-        return term
-
-
-@mutant("the backward forgets the causal mask")
-class NoMaskInBackward(Backward):
-    def check(self):
-        if not self.x.causal:
-            raise NotApplicable
-
-    def mask_causal(self, P, rows, keys):
-        return P
-
-
-@mutant("the backward's causal mask is aligned at the top left")
-class TopLeftInBackward(Backward):
-    def check(self):
-        if not self.x.causal or self.Nq == self.Nk:
-            raise NotApplicable
-
-    def mask_causal(self, P, rows, keys):
-        row = torch.arange(rows.start, rows.stop)[:, None]
-        return P.masked_fill(torch.arange(keys.start, keys.stop)[None, :] > row, 0)
-
-
-@mutant("dk and dv keep one query head of the group instead of the sum")
-class HeadsNotSummed(Backward):
-    def check(self):
-        if self.x.q.shape[1] == self.x.k.shape[1]:
-            raise NotApplicable
-
-    def sum_heads(self, grad):
-        B, Hk, N, D = self.x.k.shape
-        return grad.reshape(B, Hk, -1, N, D)[:, :, -1]
-
-
-@mutant("dq, dk and dv are accumulated in half precision")
-class HalfGradients(Backward):
-    accumulator = torch.float16
-
-
-@mutant("P is recomputed without lse: exp S")
-class LseMissing(Backward):
-    def probabilities(self, S, lse, rows):
-        return S.exp()
-
-
-@variant_of(LseMissing)
-class LseMissingBelowOne(LseMissing):
-    """Stage 03's P, which is never larger than 1."""
-
-    def probabilities(self, S, lse, rows):
-        return super().probabilities(S, lse, rows).clamp(max=1)
-
-
-@mutant("dq has the factor scale twice")
-class DqScaledTwice(Backward):
-    def dq_scale(self):
-        return self.scale**2
-
-
-@mutant("each of the Bc threads adds one element of the tile of dq, and the other elements are never added")
-class DqOneElementAThread(Backward):
-    def add_dq(self, total, term):
-        added = torch.arange(term.shape[-2:].numel()).reshape(term.shape[-2:]) < self.Bc
-        return self.add(total, torch.where(added, term, 0))
-
-
-@mutant("each of the Bc threads adds every element of the tile of dq, so each element is added Bc times")
-class DqAddedByEveryThread(Backward):
-    def add_dq(self, total, term):
-        return self.add(total, self.Bc * term)
-
-
 # ---- the ring --------------------------------------------------------------------------------------------------------
 
 
@@ -1465,12 +1071,11 @@ class Ring(Forward):
     once and not tile by tile, which changes only the rounding.
     """
 
-    def check(self):
-        if self.x.ring is None:
-            raise NotApplicable
-        self.ranks, self.layout = self.x.ring
+    def applies(self):
+        return self.x.ring is not None
 
     def run(self, only=None):
+        self.ranks, self.layout = self.x.ring
         q = self.x.q.float()
         out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf)
         for me in range(self.ranks):
@@ -1518,16 +1123,11 @@ class Ring(Forward):
         return lse_new
 
 
-@mutant("the parts are averaged instead of weighted")
-class PartsAveraged(Ring):
-    def weight(self, lse, lse_block, lse_new):
-        return torch.full_like(lse, 0.5)
-
-
-@mutant("the weights are exchanged: out has the new part's weight, and the new part has that of out")
-class WeightsExchanged(Ring):
-    def weight(self, lse, lse_block, lse_new):
-        return 1 - super().weight(lse, lse_block, lse_new)
+planted("parts_averaged", Ring, "the parts are averaged instead of weighted",
+        weight=lambda self, lse, lse_block, lse_new: torch.full_like(lse, 0.5))
+planted("weights_exchanged", Ring,
+        "the weights are exchanged: out has the new part's weight, and the new part has that of out",
+        weight=lambda self, lse, lse_block, lse_new: 1 - Ring.weight(self, lse, lse_block, lse_new))
 
 
 @mutant(
@@ -1546,39 +1146,19 @@ class LseMergedTwice(Ring):
         return (lse_block - self.twice).exp()
 
 
-@variant_of(LseMergedTwice)
-class LseStoredTwice(LseMergedTwice):
-    """The block is added to the lse that is stored, too."""
+# The block is added to the lse that is stored, too.
+variant(LseMergedTwice, next_lse=lambda self, lse, lse_new: self.twice)
 
-    def next_lse(self, lse, lse_new):
-        return self.twice
-
-
-@mutant("the weights are quotients of exp(lse), which overflows")
-class WeightsOverflow(Ring):
-    def weight(self, lse, lse_block, lse_new):
-        return lse_block.exp() / (lse.exp() + lse_block.exp())
-
-
-@mutant("the merge does not update lse, so each block's result replaces that of all blocks before it")
-class LseNotMerged(Ring):
-    def next_lse(self, lse, lse_new):
-        return lse
-
-
-@mutant(
-    "the last block is left out: there are as many blocks as hops, and not one more",
-    "Ring Attention, Algorithm 1 prints N - 1 rounds",
-)
-class LastBlockLeftOut(Ring):
-    def steps(self):
-        return self.ranks - 1
-
-
-@mutant("a rank's own block is computed without the causal diagonal")
-class OwnBlockNotCausal(Ring):
-    def seen(self, me, src):
-        return torch.ones_like(super().seen(me, src)) if me == src else super().seen(me, src)
+planted("weights_overflow", Ring, "the weights are quotients of exp(lse), which overflows",
+        weight=lambda self, lse, lse_block, lse_new: lse_block.exp() / (lse.exp() + lse_block.exp()))
+planted("lse_not_merged", Ring,
+        "the merge does not update lse, so each block's result replaces that of all blocks before it",
+        next_lse=lambda self, lse, lse_new: lse)
+planted("last_block_left_out", Ring, "the last block is left out: there are as many blocks as hops, and not one more",
+        "Ring Attention, Algorithm 1 prints N - 1 rounds",
+        steps=lambda self: self.ranks - 1)
+planted("own_block_not_causal", Ring, "a rank's own block is computed without the causal diagonal",
+        seen=lambda self, me, src: torch.ones_like(Ring.seen(self, me, src)) if me == src else Ring.seen(self, me, src))
 
 
 @mutant("ranks are compared instead of positions: all keys of earlier ranks are seen, and none of later ranks")
@@ -1588,23 +1168,16 @@ class RanksForPositions(Ring):
         return seen if me == src else torch.full_like(seen, src < me)
 
 
-@mutant("zigzag's early and late chunks are exchanged in blocks of two different ranks")
-class ZigzagChunksExchanged(Ring):
-    def check(self):
-        super().check()
-        if self.layout != "zigzag":
-            raise NotApplicable
-
-    def seen(self, me, src):
-        return super().seen(me, src) if me == src else ~super().seen(me, src)
+planted("zigzag_chunks_exchanged", Ring,
+        "zigzag's early and late chunks are exchanged in blocks of two different ranks",
+        applies=lambda self: Ring.applies(self) and self.x.ring[1] == "zigzag",
+        seen=lambda self, me, src: Ring.seen(self, me, src) if me == src else ~Ring.seen(self, me, src))
 
 
 @mutant("with the striped layout, queries see the diagonal in blocks of later ranks' keys too")
 class StripedDiagonalSeen(Ring):
-    def check(self):
-        super().check()
-        if self.layout != "striped":
-            raise NotApplicable
+    def applies(self):
+        return super().applies() and self.x.ring[1] == "striped"
 
     def seen(self, me, src):
         seen = super().seen(me, src)
@@ -1866,7 +1439,8 @@ def _apart(y, kind, x, its_kind, bounds):
     return not torch.equal(kind, its_kind) or (((x - y).abs() > bounds) & (kind == 0)).any().item()
 
 
-MASK = {"positions", "hidden", "hidden_score", "mask_causal", "end_of_keys"}  # the steps that a causal mask alone needs
+# The steps that a causal mask alone needs.
+MASK = {"shift", "positions", "hidden", "hidden_score", "mask_causal", "end_of_keys"}
 # Where these steps are right and nothing overflows, O that is divided in each tile is O that is divided at the end.
 DIVIDING = {"multiply_back", "normalise_step", "divide", "finish", "accumulator", "update", "run"}
 
@@ -1876,7 +1450,7 @@ def _changed(kind):
     """{name: function or value}: the steps that a mutant changes."""
     right = Backward if issubclass(kind, Backward) else Forward
     own = {name: x for base in kind.__mro__[: kind.__mro__.index(right)][::-1] for name, x in vars(base).items()}
-    return {name: x for name, x in own.items() if not name.startswith("__") and name not in ("check", "variants")}
+    return {name: x for name, x in own.items() if not name.startswith("__") and name not in ("applies", "variants")}
 
 
 @functools.cache

@@ -50,7 +50,7 @@ PARTS = {
     "scale": "choose_scale score_scale",
     "scale of a gradient": "dq_scale dk_scale",
     "tiles of keys": "key_tiles load end_of_keys",
-    "mask": "positions hidden hidden_score mask_causal times_i times_j",
+    "mask": "shift positions hidden hidden_score mask_causal times_i times_j",
     "keys beyond the last": "mask_tail",
     "softmax": "m_start maximum unit exp alpha probabilities rescale_l add_to_l rescale_O update",
     "division in each tile": "multiply_back normalise_step",
@@ -59,7 +59,7 @@ PARTS = {
     "operand": "operand mixed_up",
     "delta": "delta",
     "dS": "gradient returned",
-    "dk and dv": "dk_product dv_product untransposed add",
+    "dk and dv": "dk_product dv_product add",
     "dq": "add_dq",
     "merge": "weight next_lse merge",
     "ring": "steps held seen",
@@ -100,7 +100,7 @@ def steps_of(kind):
     right = mutants.Forward, mutants.Backward, mutants.Ring
     own = [part for part in kind.__mro__ if part not in (*right, object)]
     names = {name for part in own for name in vars(part) if not name.startswith("_")}
-    return names - {"check", "run", "variants", "needs_lse"}
+    return names - {"applies", "run", "variants", "needs_lse"}
 
 
 def mutants_of(task):
