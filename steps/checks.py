@@ -281,11 +281,16 @@ def check_scale(scale, D):
     """
     if scale is None:
         return 1 / math.sqrt(D)
-    scale = check_number("scale", scale, "a number or None for 1/sqrt(D)")
-    if not FLOAT32.tiny <= scale <= FLOAT32.max * math.log(2):  # Kernels multiply it by log2(e).
-        must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
-        raise ValueError(f"scale must be {must_be}; got {scale}.")
-    return float(scale)
+    return check_factor("scale", scale, "1/sqrt(D)")
+
+
+def check_factor(name, x, none):
+    """x as a float: a factor of the scores in float32, which kernels also multiply by log2(e). none: what None is."""
+    x = check_number(name, x, f"a number or None for {none}")
+    if not FLOAT32.tiny <= x <= FLOAT32.max * math.log(2):
+        must_be = f"a finite number > 0 that float32 can hold, times log2(e) too, or None for {none}"
+        raise ValueError(f"{name} must be {must_be}; got {x}.")
+    return x
 
 
 def check_number(name, x, expected):

@@ -379,8 +379,8 @@ ONE_LINE = {  # {an option that came as a tensor: what is said of it}
     "causal": (FLAG, "causal must be True or False, got a Tensor of shape (); give what .item() returns."),
 }  # fmt: skip
 OF_FEATURES = {
-    "softcap": (NUMBER, "softcap must be None, or a finite number > 0 that float32 can hold, times log2(e) too; got a "
-                "Parameter of shape (); give what .item() returns."),
+    "softcap": (NUMBER, "softcap must be a number or None for no cap; got a Parameter of shape (); give what .item() "
+                "returns."),
     "window": (torch.ones(2), "window must be None or a pair (left, right) of integers >= -1 or None; got a Tensor of "
                "shape (2,); give what .tolist() returns. (W - 1, 0) is the query's own key and W - 1 before it."),
     "first_key": (NUMBER, "first_key must be an integer; got a Parameter of shape (); give what .item() returns."),

@@ -42,6 +42,7 @@ BELOW = {
     "verify": {"engine", "workbook", "bench"},
     "__main__": {"places", "contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
 }
+COURSE = "workbook", "bench", "figures", "demo", "verify"
 OTHER_STAGES = {
     "steps.step04_ring.block": {"step02_fa2_cuda", "step03_triton"},  # the default block, on Hopper and elsewhere
     "steps.step04_ring.strategies.team": {"step03_triton"},  # the block for packed sequences
@@ -143,6 +144,19 @@ def test_kernel_files_import_nothing_of_the_course(stage):
             foreign = [other for other in imports()[module] if not other.startswith(f"steps.{stage.name}")]
             foreign = [other for other in foreign if other.split(".")[1] not in OTHER_STAGES.get(module, set())]
             assert not foreign, path
+
+
+def test_the_message_of_a_check_stands_once():
+    """In checks.py, or where only one stage needs it. The rungs of stage 01 are near-copies by intention."""
+    found = defaultdict(set)
+    for name, path in MODULES.items():
+        if part(name) in (None, *COURSE) or re.match(r"(fwd|bwd)_\d", path.name):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " must be " in node.value:
+                for words in re.findall(r"must be [^.;{]{12,}", node.value):
+                    found[words.strip()].add(name)
+    assert len(found) > 30 and not {words: names for words, names in found.items() if len(names) > 1}
 
 
 def test_no_modules_import_each_other_in_a_circle():

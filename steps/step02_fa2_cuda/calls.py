@@ -13,7 +13,6 @@ cache.py, wgmma.py and ptx.cuh; on a GPU cuda.core and NVRTC, on a CPU emulator/
 
 import functools
 import math
-import numbers
 import re
 from functools import partial
 
@@ -23,8 +22,6 @@ from . import ladder, works
 from .cached import Cache, check_no_gradient, key_of
 from .plan import Plan, Sums, attend, differentiate, differentiate_keys
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)  # because kernels multiply it by log2(e)
 plans = Cache()  # {key_of a call: its Plan}
 
 
@@ -41,7 +38,7 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
     key = key_of((q, k, v), options)
     plan = plans.get(key)
     if plan is None:
-        check_options(rung, scale, causal, tile)
+        check_options(rung, tile)
         check(ladder.forward_row(rung), q=q, k=k, v=v)
         check_switches(ladder.forward_row(rung).file, switches)
         if q.numel() == 0 or k.numel() == 0:
@@ -84,7 +81,7 @@ def backward(
     key = key_of((dout, q, k, v, out, lse), options)
     plan = plans.get(key)
     if plan is None:
-        check_options(rung, scale, causal, tile, deterministic)
+        check_options(rung, tile)
         check_tile("backward_tile", backward_tile)
         check(ladder.forward_row(rung), dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         if q.numel() == 0 or k.numel() == 0:
@@ -138,20 +135,10 @@ def check(row, **inputs):
     row.check(q.dtype, q.shape[3], q.device)
 
 
-def check_options(rung, scale, causal, tile=None, deterministic=False):
-    """Raises TypeError or ValueError that names the option unless a kernel can be given it."""
+def check_options(rung, tile=None):
+    """Raises TypeError or ValueError for options by which a kernel would read what is not there."""
     if not isinstance(rung, (str, ladder.Kernel)):
         raise TypeError(f"rung must be a word such as 'fa2', or a row of the ladder; got {rung!r}.")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}.")
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be True or False, got {deterministic!r}.")
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-            raise TypeError(f"scale must be a number, or None for 1/sqrt(D); got {scale!r}.")
-        if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-            must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
-            raise ValueError(f"scale must be {must_be}; got {scale}.")
     check_tile("tile", tile)
 
 
@@ -213,7 +200,7 @@ def start_gradients(dout, out, lse, *, rung="fa2", scale=None, deterministic=Fal
     plan = plans.get(key)
     inputs = {"dout": dout, "out": out, "lse": lse}
     if plan is None:
-        check_options(rung, scale, causal=False, deterministic=deterministic)
+        check_options(rung)
         check(ladder.forward_row(rung), **inputs)
         row = ladder.backward_row(rung, out.dtype, out.shape[3], deterministic)
         if row.adds_to_dq:
@@ -237,7 +224,6 @@ def add_gradients(sums, dout, q, k, v, *, causal=False):
     plan = plans.get(key)
     inputs = {"dout": dout, "q": q, "k": k, "v": v}
     if plan is None:
-        check_options(start.row, start.scale, causal)
         check(start.row, **inputs)
         queries, given = start.queries(), (tuple(q.shape), q.dtype, q.device)
         if given != queries:

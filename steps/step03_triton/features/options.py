@@ -8,12 +8,11 @@
 Numbers that lie on a GPU are checked only on demand, because Python would have to wait for the GPU.
 """
 
-import math
 import operator
 
 import torch
 
-from steps.checks import FLOAT32, check_dense, check_dtype, check_flag, check_number, check_scale, told
+from steps.checks import FLOAT32, check_dense, check_dtype, check_factor, check_flag, check_number, check_scale, told
 
 # The features in the order in which the operators take them, and what each is where it is not given.
 DEFAULTS = {
@@ -90,7 +89,7 @@ def read_numbers(given, q):
         if f[name] is not None:
             check_dense(name, f[name], optional=True)
     if f["softcap"] is not None:
-        f["softcap"] = read_factor("softcap", f["softcap"], "none")
+        f["softcap"] = check_factor("softcap", f["softcap"], "no cap")
     f["dropout_p"] = check_number("dropout_p", f["dropout_p"], "a number, 0 <= dropout_p < 1")
     if not 0 <= f["dropout_p"] < 1:
         raise ValueError(f"dropout_p must be a probability, 0 <= dropout_p < 1; got {f['dropout_p']}.")
@@ -130,15 +129,6 @@ def read_window(window):
     if not pair:
         raise ValueError(f"{expected}; got {told(window)}.")
     return pair
-
-
-def read_factor(name, x, otherwise):
-    """x as a float: a number > 0 with which the kernels compute in float32, also multiplied by log2(e)."""
-    expected = "None, or a finite number > 0 that float32 can hold, times log2(e) too"
-    x = check_number(name, x, expected)
-    if not FLOAT32.tiny <= x <= FLOAT32.max * math.log(2):
-        raise ValueError(f"{name} must be {expected}; got {x}. Leave it out for {otherwise}.")
-    return x
 
 
 def check_units(given, f):
