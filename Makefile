@@ -1,64 +1,36 @@
-# Every target first sets up what it needs, once. Which Python runs it:
-#   an active virtual or conda environment   is used; what it lacks is installed into it
-#   none (conda's "base" counts as none)     .venv is made here with $(PYTHON)
-#   ENV=none                                 $(PYTHON) as it is; nothing is installed
-#   ENV=active                               the active one, although another clone of the course was set up in it
-# Set-up is repeated when requirements.txt or pyproject.toml changes, and when this folder has moved.
+# Every target first makes .venv with $(PYTHON), and installs what the course needs into it, once. It is done again when
+# requirements.txt or pyproject.toml has changed, and when this folder has moved. With ENV=none $(PYTHON) is used as it
+# is, such as that of an active environment, and nothing is installed.
 
 PYTHON ?= python3
 ARGS ?=
 # Files of tests that run at a time: one more than two cores, because some tests wait for processes.
 JOBS ?= 3
 
-ifeq ($(CONDA_DEFAULT_ENV),base)
-  CONDA_PREFIX :=
-endif
-# tests/conftest.py puts the files that take longest first, and they stay in this order.
-PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # A path may contain a space or a quote: `value` reads it as it is, and $(call quote,...) hands it to the shell.
 quote = '$(subst ','\'',$(1))'
 INTERPRETER := $(call quote,$(value PYTHON))
-ACTIVE := $(or $(value VIRTUAL_ENV),$(value CONDA_PREFIX))
 
+# STEPS_ENV tells tests/test_environment.py whether the installed versions have to be the pins.
 ifeq ($(ENV),none)
-  STEPS_ENV := none
+  export STEPS_ENV := none
   PY := $(INTERPRETER)
   ENDING := $(PYTHON) was used as it is: nothing was installed.
-else ifneq ($(and $(ACTIVE),$(subst :$(CURDIR)/.venv:,,:$(ACTIVE):)),)
-  STEPS_ENV := active
-  PY := $(call quote,$(ACTIVE)/bin/python)
-  STAMP := $(call quote,$(ACTIVE)/.flash-attention-course)
-  ENDING := The active environment was used: $(ACTIVE)
 else
-  STEPS_ENV := venv
+  export STEPS_ENV := venv
   PY := .venv/bin/python
-  STAMP := .venv/.flash-attention-course
   ENDING := To work in this environment yourself: source .venv/bin/activate
 endif
-# setuptools would take what follows a dollar for the name of a variable.
-ifneq ($(STEPS_ENV),none)
-  $(if $(findstring $$,$(CURDIR)$(ACTIVE)),$(error The course cannot be installed in a path with a dollar: \
-    $(or $(ACTIVE),$(CURDIR)). Move the folder, or run make ENV=none with packages that you installed))
-endif
-# Tells tests/test_environment.py whether the installed versions have to be the pins.
-export STEPS_ENV
+# tests/conftest.py puts the files that take longest first, and they stay in this order.
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # pip is told to compile nothing, which halves its time; then what gets imported must be compiled once and kept.
 unexport PYTHONDONTWRITEBYTECODE
-
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
-# The pinned torch has brought setuptools, so it is not fetched again; its advice about editable packages is hidden.
-INSTALL_COURSE := PYTHONWARNINGS=ignore $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 
 # $(call need_...,PYTHON) stops with one line that says what to install.
 need_python = $(if $(shell $(1) -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) and print(1)' 2>/dev/null),,\
   $(error $(or $(shell $(1) --version 2>/dev/null),No $(1)): the course needs Python 3.11, 3.12 or 3.13. \
   Install the packages python3.12 and python3.12-venv, say, then: make PYTHON=python3.12))
-# An environment knows which clone was set up in it last. If that clone is still there, it would no longer work there.
-OTHER_CLONE = $(shell owner=$$(cat $(STAMP) 2>/dev/null); \
-  [ "$$owner" != $(call quote,$(CURDIR)) ] && [ -e "$$owner/Makefile" ] && echo "$$owner")
-need_own = $(if $(filter active,$(ENV)),,$(if $(OTHER_CLONE),\
-  $(error The active environment $(ACTIVE) belongs to the clone in $(OTHER_CLONE). \
-  Leave it with deactivate, and make sets up another. To change it over to this clone: make ENV=active $(MAKECMDGOALS))))
 need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null),,\
   $(error $(1) cannot make virtual environments. Install the package $(notdir $(PYTHON))-venv))
 
@@ -66,7 +38,7 @@ need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null)
 .PHONY: help demo test test-all lab notebooks slides site newest lint report gpu-check clean setup install force
 
 help: ## this list
-	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none|active]'
+	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
 
 # $(call run,COMMAND): ends by naming the environment, also when the command fails or is stopped with Ctrl-C.
@@ -167,28 +139,15 @@ clean: ## remove .venv, the slides and the caches; my/ stays
 	rm -rf .venv build slides *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp says which clone was set up in the environment. Its path is no target, as make takes no path with a space.
+# The stamp says which folder was set up: a folder that has moved is installed again.
+STAMP := .venv/.flash-attention-course
 UP_TO_DATE = $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = $(call quote,$(CURDIR)) ] && \
   [ $(STAMP) -nt requirements.txt ] && [ $(STAMP) -nt pyproject.toml ] && echo yes)
-NEEDED := $(if $(STAMP),$(if $(UP_TO_DATE),,install))
 
-setup: $(NEEDED)
+setup: $(if $(filter none,$(ENV)),,$(if $(UP_TO_DATE),,install))
 	@command -v g++ >/dev/null || echo 'g++ not found: without a GPU stage 02 is skipped. Install the package g++ to run it.'
 
-ifeq ($(STEPS_ENV),active)
-# A torch without CUDA that is already there stays, whatever its version: it was chosen, and the CUDA build is large.
-# An older torch need not have brought setuptools.
-CPU_TORCH := $(PY) -c 'import torch; assert torch.version.cuda is None' 2>/dev/null
-install:
-	$(call need_own)
-	$(call need_python,$(PY))
-	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
-	$(info Installing what is missing from requirements.txt into $(ACTIVE). Pip is quiet.)
-	@if $(CPU_TORCH); then grep -v '^torch==' requirements.txt; else cat requirements.txt; fi | \
-	  $(PIP_INSTALL) 'setuptools>=77' -r /dev/stdin
-	@$(INSTALL_COURSE)
-	@echo $(call quote,$(CURDIR)) > $(STAMP)
-else
+# The pinned torch has brought setuptools, so it is not fetched again; its advice about editable packages is hidden.
 install:
 	$(call need_python,$(INTERPRETER))
 	$(call need_venv,$(INTERPRETER))
@@ -196,6 +155,5 @@ install:
 	$(info Installing the packages of requirements.txt into .venv. This takes some minutes, and pip is quiet.)
 	@$(PIP_INSTALL) --upgrade pip
 	@$(PIP_INSTALL) -r requirements.txt
-	@$(INSTALL_COURSE)
+	@PYTHONWARNINGS=ignore $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@echo $(call quote,$(CURDIR)) > $(STAMP)
-endif

@@ -191,7 +191,7 @@ def test_the_ring_s_efficiency_is_what_04b_04x_and_readme_say():
     of_two = of_four("speed", 2)
     readme = [shares_of(some["fwd+bwd", "32", who, "128k"] for who in ("fetch", "torch, allgather", "torch, alltoall"))
               for some in (of_two, speed)]  # fmt: skip
-    told = "two and four H200 {2} and {5} of their speed (128k tokens, causal, forward + backward), "
+    told = "two and four H200 {2} and {5} of hopper's speed (128k tokens, causal, forward + backward), "
     told += "torch's own {1} and {4}"
     page = (rows.ROOT / "README.md").read_text().replace("\n", " ")
     assert told.format(*itertools.chain(*readme)) in page

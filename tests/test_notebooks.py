@@ -311,7 +311,7 @@ def test_minutes_of_the_headers_are_those_of_the_stage_and_of_readme(number):
         pytest.skip(catalogue.unavailable(number))
     supports = catalogue.stage(number).SUPPORTS
     assert supports["minutes"] == sum(minutes(stem)[0] for stem in supports["notebooks"])
-    row = re.search(rf"^\| {number} .*\| (\d+) \|$", (ROOT / "README.md").read_text(), re.M)
+    row = re.search(rf"^\|{number} .*\|(\d+)\|$", (ROOT / "README.md").read_text(), re.M)
     assert int(row[1]) == supports["minutes"]
 
 

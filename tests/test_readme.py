@@ -125,18 +125,23 @@ def test_what_readme_shows_of_commands_is_what_they_print():
     assert any(f"This equals what you get when {mutant.says}.\n" in wrong for mutant in mutants.MUTANTS)
 
 
-def test_the_speeds_in_readmes_sentence_are_those_of_its_picture():
+def test_the_table_of_rungs_under_readmes_picture_has_its_numbers():
     numbers = plots.numbers_in(ROOT / plots.PICTURES["02_fa2_cuda"])
-    both = [numbers[pass_] for pass_ in ("fwd", "bwd")]
-    ours = [f"{each['rungs'][-1][1]:.3g}" for each in both]
-    cudnn, fa4 = ([f"{each['peers'][peer]:.3g}" for each in both] for peer in ("sdpa-cudnn", "fa4"))
-    said = (
-        f"At N = {plots.LADDER['N']} tokens, D = {plots.LADDER['D']}, in bfloat16 and without a mask, on an "
-        f"{numbers['gpu'].split()[1]}, the last forward and the last backward reach {' and '.join(ours)} TFLOP/s, "
-        f"NVIDIA's cuDNN {' and '.join(cudnn)}, FlashAttention-4 {' and '.join(fa4)}; FlashAttention-3's forward "
-        f"reaches {both[0]['peers']['fa3']:.3g}."
-    )
-    assert said in " ".join(README.split())
+    table = re.search(r"<!-- speeds -->\n(.*?)<!-- /speeds -->", README, re.S)[1]
+    lines = re.findall(r"^\|\[(\w+)\].*?\|(.*?)\|(.*?)\|(.*?)\|(.*?)\|$", table, re.M)
+    files = sorted((ROOT / "steps/step02_fa2_cuda").glob("?wd_*.cu"), key=lambda path: (path.stem[0] == "b", path.stem))
+    assert [stem for stem, *_ in lines] == [path.stem for path in files]
+    drawn = [(rung, numbers[pass_]["peers"]) for pass_ in ("fwd", "bwd") for rung in numbers[pass_]["rungs"]]
+    fresh = rows.fresh(rows.read())
+    beside_fa4 = {one["run"] for one in fresh if one["peer"] == "fa4"}
+    run_of = {stem: one["run"] for found in plots.ladder_rows(fresh)[1].values() for stem, one in found.items()}
+    for (stem, idea, tflops, *shares), ((_, speed, differs), peers) in zip(lines, drawn, strict=True):
+        assert tflops == f"{speed:.3g}" and idea.endswith(", ".join(differs.split()))
+        assert (shares[1] == "–") == (run_of[stem] not in beside_fa4)
+        if run_of[stem] in beside_fa4:
+            assert shares == [f"{speed / peers[peer]:.0%}" for peer in ("sdpa-cudnn", "fa4")]
+    assert f"FlashAttention-3 {numbers['fwd']['peers']['fa3']:.3g}." in table
+    assert f"N = {plots.LADDER['N']} tokens, D = {plots.LADDER['D']}, bfloat16, no mask" in " ".join(README.split())
     assert not plots.LADDER["causal"] and plots.LADDER["dtype"] == "bf16"
 
 

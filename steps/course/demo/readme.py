@@ -1,7 +1,8 @@
-"""`python -m steps.course.demo.readme` writes README.md's table of stages and first picture, and tables of rungs.
+"""`python -m steps.course.demo.readme` writes README.md's tables and first picture, and tables of rungs.
 
-The tables are made from the stages' SUPPORTS and from the ladders of stages 02 and 03. For the picture all five stages
-are run, so that the errors in its text are computed ones. With --tables only the tables are written.
+The tables are made from the stages' SUPPORTS, from the ladders of stages 02 and 03, and from the measured rows. For the
+picture all five stages are run, so that the errors in its text are computed ones. With --tables only the tables are
+written.
 """
 
 import sys
@@ -13,8 +14,10 @@ from matplotlib.patches import Rectangle
 
 from reference import attention
 from steps import catalogue
+from steps.course.bench.rows import setting
 from steps.course.demo import compare
 from steps.course.demo.model import SMALL
+from steps.course.figures import measured, plots
 from steps.course.figures.plots import ink_on, style
 from steps.places import ROOT, require_clone
 from steps.step02_fa2_cuda import ladder
@@ -30,13 +33,13 @@ PAINT = 0.55  # how much of a tile's colour there is, with the weights below it
 
 
 def stages():
-    """The stages as a markdown table."""
-    lines = ["| stage | notebook | module | test | minutes |", "|---|---|---|---|---|"]
+    """The stages as a markdown table. It is narrow, because README counts what stands between two spaces as a word."""
+    lines = ["|stage|notebook|module|test|minutes|", "|---|---|---|---|---|"]
     for number, name in catalogue.STAGES.items():
         s = catalogue.stage(number).SUPPORTS
         links = ", ".join(f"[{n.split('_')[0]}](notebooks/{n}.ipynb)" for n in s["notebooks"])
         module, test = f"[`steps/{name}`](steps/{name}/README.md)", f"[`tests/test_{name}.py`](tests/test_{name}.py)"
-        lines.append(f"| {number} {s['title']} | {links} | {module} | {test} | {s['minutes']} |")
+        lines.append(f"|{number} {s['title']}|{links}|{module}|{test}|{s['minutes']}|")
     return "\n".join(lines)
 
 
@@ -64,19 +67,62 @@ def rungs_of_triton():
     return "\n".join(lines)
 
 
-TABLES = {  # page: (the name between its markers, what makes the table)
-    "README.md": ("stages", stages),
-    "steps/step02_fa2_cuda/README.md": ("rungs", rungs),
-    "steps/step03_triton/README.md": ("triton rungs", rungs_of_triton),
+IDEAS = {  # what a rung of stage 02 adds to the one before it
+    "fwd_0_scalar": "a thread a query",
+    "fwd_1_warp": "a warp shares 16 queries",
+    "fwd_2_mma": "tensor cores",
+    "fwd_3_ldmatrix": "no bank conflicts",
+    "fwd_4_cp_async": "copies meanwhile",
+    "fwd_5_fa2": "larger tiles, few masks",
+    "fwd_6_wgmma": "Hopper's tensor cores, TMA",
+    "fwd_7_roles": "one thread copies",
+    "fwd_8_hopper": "exponentials under products",
+    "bwd_0_scalar": "a thread a key",
+    "bwd_1_fa2": "tensor cores, copies meanwhile",
+    "bwd_2_wgmma": "Hopper's tensor cores, TMA",
+    "bwd_3_hopper": "K in registers, dV early",
+}
+
+
+def speeds():
+    """The rungs in README's picture as a markdown table, narrow too, and what the peers in the picture reach.
+
+    A share is of a peer that was measured in the same run at the same setting.
+    """
+    found = measured.fresh()
+    gpu, rungs = plots.ladder_rows(found)
+    numbers = plots.ladder_numbers(found)
+    reached = {(row["peer"], row["run"], setting(row)): row["tflops"] for row in found}
+    names = {peer: plots.PEERS[peer][0] for peer in ("sdpa-cudnn", "fa4")}
+    lines = [f"|kernel|adds|TFLOP/s|{'|'.join(f'of {name}' for name in names.values())}|", "|---|---|---:|---:|---:|"]
+    for kernel, row in (rungs["fwd"] | rungs["bwd"]).items():
+        peers = [reached.get((peer, row["run"], setting(row))) for peer in names]
+        shares = "|".join(f"{row['tflops'] / peer:.0%}" if peer else "–" for peer in peers)
+        idea = ", ".join([IDEAS[kernel], *plots.differing(row)])
+        link = f"[{kernel}](steps/step02_fa2_cuda/{kernel}.cu)"
+        lines.append(f"|{link}|{idea}|{row['tflops']:.3g}|{shares}|")
+    said = []
+    for peer, (name, *_) in plots.PEERS.items():
+        both = [f"{numbers[pass_]['peers'][peer]:.3g}" for pass_ in rungs if peer in numbers[pass_]["peers"]]
+        said.append(f"{name} {' and '.join(both)}")
+    return "\n".join([*lines, "", f"{gpu}; TFLOP/s of the peers, forward and backward: {', '.join(said)}."])
+
+
+TABLES = {  # page: {the name between its markers: what makes the table}
+    "README.md": {"stages": stages, "speeds": speeds},
+    "steps/step02_fa2_cuda/README.md": {"rungs": rungs},
+    "steps/step03_triton/README.md": {"triton rungs": rungs_of_triton},
 }
 
 
 def render(page):
-    """The page's text with the current table between its markers."""
-    name, table = TABLES[page]
-    before, rest = (ROOT / page).read_text().split(f"<!-- {name} -->\n")
-    _, after = rest.split(f"<!-- /{name} -->")
-    return f"{before}<!-- {name} -->\n{table()}\n<!-- /{name} -->{after}"
+    """The page's text with the current tables between their markers."""
+    text = (ROOT / page).read_text()
+    for name, table in TABLES[page].items():
+        before, rest = text.split(f"<!-- {name} -->\n")
+        _, after = rest.split(f"<!-- /{name} -->")
+        text = f"{before}<!-- {name} -->\n{table()}\n<!-- /{name} -->{after}"
+    return text
 
 
 def draw():

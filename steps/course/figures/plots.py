@@ -146,39 +146,56 @@ PEERS = {
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
 
 
+def like_the_ladder(row):
+    """Compares by how much a row is what the ladder compares: dtype first, then D."""
+    return [row[name] == value for name, value in LADDER.items()]
+
+
+def alone(rows):
+    """The rows of one GPU, without options, of interleaved calls."""
+    return [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
+
+
+def ladder_rows(rows, stage="02_fa2_cuda"):
+    """(GPU or None, {"fwd": ..., "bwd": {kernel: its row}}): the rungs of a stage's ladder, the lowest first.
+
+    Of several GPUs the one on which most rungs were measured, and of two such the H200, not the H100; of several rows
+    of one subject that of `latest`.
+    """
+    mine = [row for row in alone(rows) if row["stage"] == stage and like_the_ladder(row)[2:] == [True, True]]
+    rungs_of = collections.Counter(gpu for gpu, _ in {(row["gpu"], row["kernel"]) for row in mine})
+    gpu = max(rungs_of, key=lambda gpu: (rungs_of[gpu], gpu), default=None)
+    rungs = {"fwd": {}, "bwd": {}}
+    for row in sorted(results.latest([row for row in mine if row["gpu"] == gpu]), key=like_the_ladder):
+        rungs.get(row["pass"], {})[row["kernel"]] = row
+    return gpu, {pass_: dict(sorted(found.items())) for pass_, found in rungs.items()}
+
+
 def ladder_numbers(rows, stage="02_fa2_cuda"):
     """What a stage's ladder shows of these rows, or None if there are not rungs of both passes.
 
     {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [[word, TFLOP/s, what differs from LADDER]],
-    "peers": {name: TFLOP/s}}}. Of several GPUs the one on which most rungs were measured, and of two such the H200, not
-    the H100; of several rows of one subject that of `latest`. The peers are those of one run, in which most of the
-    rungs were measured.
+    "peers": {name: TFLOP/s}}}. The peers are those of one run, in which most of the rungs were measured.
     """
-
-    def like(row):  # compares by how much a row is what the ladder compares: dtype first, then D
-        return [row[name] == value for name, value in LADDER.items()]
-
-    plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
-    mine = [row for row in plain if row["stage"] == stage and like(row)[2:] == [True, True]]
-    rungs_of = collections.Counter(gpu for gpu, _ in {(row["gpu"], row["kernel"]) for row in mine})
-    gpu = max(rungs_of, key=lambda gpu: (rungs_of[gpu], gpu), default=None)
-    runs = {row["run"] for row in plain if row["stage"] == stage}
-    beside = [row for row in plain if row["run"] in runs and row["peer"] and row["gpu"] == gpu]
+    gpu, found = ladder_rows(rows, stage)
+    runs = {row["run"] for row in alone(rows) if row["stage"] == stage}
+    beside = [row for row in alone(rows) if row["run"] in runs and row["peer"] and row["gpu"] == gpu]
     products = [row["tflops"] for row in beside if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
     numbers = {"gpu": gpu, "matmul": statistics.median(products) if products else None}
-    for pass_ in ("fwd", "bwd"):
-        own = results.latest([row for row in mine if row["gpu"] == gpu and row["pass"] == pass_])
-        rungs = {}
-        for row in sorted(own, key=like):
-            differs = [row["dtype"]] * (not like(row)[0]) + [f"D={row['D']}"] * (not like(row)[1])
-            rungs[row["kernel"]] = [row["kernel"].split("_", 2)[2], row["tflops"], "\n".join(differs)]
-        run_of = [row["run"] for row in sorted(own, key=like) if all(like(row))]
+    for pass_, own in found.items():
+        rungs = [[kernel.split("_", 2)[2], row["tflops"], "\n".join(differing(row))] for kernel, row in own.items()]
+        run_of = [row["run"] for row in own.values() if all(like_the_ladder(row))]
         most = max(reversed(run_of), key=run_of.count, default=None)
-        of_run = [row for row in beside if row["run"] == most and row["pass"] == pass_ and all(like(row))]
+        of_run = [row for row in beside if row["run"] == most and row["pass"] == pass_ and all(like_the_ladder(row))]
         peers = {row["peer"]: row["tflops"] for row in results.latest(of_run)}
-        peers = {name: peers[name] for name in PEERS if name in peers}
-        numbers[pass_] = {"rungs": [rungs[kernel] for kernel in sorted(rungs)], "peers": peers}
+        numbers[pass_] = {"rungs": rungs, "peers": {name: peers[name] for name in PEERS if name in peers}}
     return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None
+
+
+def differing(row):
+    """Words for what a rung's row has that the ladder does not compare: ["fp32", "D=64"]."""
+    same_dtype, same_D, *_ = like_the_ladder(row)
+    return [row["dtype"]] * (not same_dtype) + [f"D={row['D']}"] * (not same_D)
 
 
 def ladder(rows, stage="02_fa2_cuda"):
