@@ -37,7 +37,7 @@ def order_of_tiles(problem):
 
 def forward_work(problem, section, alternate):
     """The work of a causal forward's tiles, in the order of fwd_8_hopper.cu's Tile."""
-    heads = min(problem.B * problem.H, 64 * section)  # further heads would not change the result
+    heads = min(problem.B * problem.H, 64 * section)  # further heads repeat the same work
     tiles = problem.query_tiles
     n = torch.arange(tiles * heads, device="cpu")
     first = n // (section * tiles) * section  # head of the section
@@ -53,9 +53,9 @@ def forward_work(problem, section, alternate):
 def persistent_pays(problem):
     """Whether blocks of the backward should compute several tiles, which saves starts but needs equal work.
 
-    No block may have 5 % more work than if each of its tiles had the mean length. (Blocks of one tile start where
-    another one has ended, so they share tiles of any lengths well.) With head_dim 128 the next V comes late, and tiles
-    of few steps would wait for it.
+    No block may have 5 % more work than a tile of mean length in each round. (Blocks of one tile start where another
+    one has ended, so they share tiles of any lengths well.) With head_dim 128 the next V comes late, and tiles of few
+    steps would wait for it.
     """
     work, blocks = backward_work(problem), problem.processors
     rounds, mean = -(-len(work) // blocks), float(work.float().mean())
@@ -66,7 +66,7 @@ def persistent_pays(problem):
 def backward_work(problem):
     """The work of a backward's tiles, in the order of bwd_3_hopper.cu's Place for persistent blocks."""
     tiles = problem.key_tiles
-    heads = min(problem.B * problem.gradient_heads, max(1, 2**20 // tiles))  # more would not change the result
+    heads = min(problem.B * problem.gradient_heads, max(1, 2**20 // tiles))  # more heads would repeat the same work
     keys = torch.arange(tiles, device="cpu") * problem.Bc - (problem.Nk - problem.Nq)
     first = keys.clamp(min=0) // problem.Br * problem.causal  # the first tile of queries that sees them
     work = (problem.query_tiles - first) * (problem.H // problem.gradient_heads) + 1

@@ -112,9 +112,9 @@ def copy_needed(problem, name, x):
 def can_read(row, name, x):
     """Whether the kernel can read x where it lies.
 
-    Rows have to be contiguous. A tensor that torch negates only when it reads it, such as z.conj().imag, is refused.
-    Loads of 16 bytes and the copy engine need every row to begin at a multiple of 16 bytes, and the copy engine refuses
-    strides of 0. The stride of a dimension of size 1 does not matter.
+    It cannot where rows are not contiguous, or where torch negates a tensor only when torch reads it, such as
+    z.conj().imag. Loads of 16 bytes and the copy engine need every row to begin at a multiple of 16 bytes, and the copy
+    engine refuses strides of 0. The stride of a dimension of size 1 does not matter.
     """
     if x.is_neg():
         return False

@@ -41,7 +41,7 @@ QUERIES_TILES = {
 
 
 def products(x):
-    """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
+    """How matrices like x are multiplied; fwd_0_fused.py explains the words."""
     if x.element_size() == 2:
         return "16 bits"
     if triton.knobs.runtime.interpret or x.shape[-1] > 128:

@@ -20,15 +20,13 @@ At D <= 64 the exponentials take as long as the products. So three consumers sha
 waits for a product, two others compute. Each has only 160 registers a thread. So P is carried from one step to the next
 as pairs of 16-bit numbers.
 
-    idea                                                  gain on H100 and H200, from 4k queries on
-    several tiles a program, all with equal work          2 to 8 %; below 4k queries up to 23 %
-    the same, with a mask and unequal work                a loss of up to 14 %
-    consumers take turns (ping-pong)                      3 to 5 % at D = 64, about 1 % at D = 128
-    a consumer skips tiles of keys that its rows          1 to 5 % at D = 64
-      do not see
-    one sum of l, at the end                              0 to 3 %
-    K_n and V_(n-1) as a pair: one wait and one           1 %
-      arrival a step instead of two
+    idea                                                                   gain on H100 and H200, from 4k queries on
+    several tiles a program, if all programs get equal work                2 to 8 %; below 4k queries up to 23 %
+    the same with a mask, if programs get unequal work                     a loss of up to 14 %
+    the consumers take turns (ping-pong)                                   3 to 5 % at D = 64, about 1 % at D = 128
+    a consumer skips tiles of keys that its own rows do not see            1 to 5 % at D = 64
+    one sum of l, at the end                                               0 to 3 %
+    K_n and V_(n-1) as a pair: one wait and one arrival a step, not two    1 %
 
 Left out, because it was not faster: a third tile of K and V; the wait for O after the exponentials (2 to 5 % slower;
 the compiler has to be forced); O *= alpha only where a maximum has grown; a producer each for K, V and Q; turns by
@@ -61,8 +59,8 @@ SHORT = 2048  # queries below which three consumers are slower with a causal mas
 
 # A ring is (tiles, full, empty): a few stages in shared memory, each for one tile and with two barriers. A phase of
 # "full" is complete when all bytes of a tile have come, one of "empty" when its readers have finished with the tile.
-# Tile n has stage n % DEPTH and phase n // DEPTH; a wait names the phase by its parity. A new barrier behaves as if the
-# phase before phase 0 were complete, so that the producer does not wait for its first stages.
+# Tile n is in stage (`room`) n % DEPTH and has phase n // DEPTH; a wait names the phase by its parity. A new barrier
+# behaves as if the phase before phase 0 were complete, so that the producer does not wait for its first stages.
 @gluon.jit
 def make_ring(x, DEPTH: gl.constexpr, READERS: gl.constexpr):
     tiles = gl.allocate_shared_memory(x.dtype, [DEPTH] + x.block_type.shape, x.layout)

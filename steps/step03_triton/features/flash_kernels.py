@@ -196,7 +196,7 @@ def forward_kernel(
     if f.seed is not None:
         O = O * f.kept_scale
     lse_i = m * (seq.c * LN_2) + tl.log(l)
-    if f.added is not None:  # SWALLOWS + log l would be rounded to SWALLOWS, so log l becomes a factor.
+    if f.added is not None:  # SWALLOWS + log l would be rounded to SWALLOWS. So l becomes a factor instead.
         lse_i = tl.where(is_swallowed(m), SWALLOWS * l, lse_i)
     if f.sinks is not None:
         lse_i, kept_share = add_sink(lse_i, tl.load(f.sinks + h))

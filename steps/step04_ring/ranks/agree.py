@@ -92,7 +92,7 @@ def go_round(comm, mine, size):
 
 @functools.cache
 def on_device(mine, device):
-    """A signature as a tensor; kept, because a CUDA graph that is captured cannot copy it from the host."""
+    """A signature as a tensor; cached, because a CUDA graph that is captured cannot copy it from the host."""
     return torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
 
 
