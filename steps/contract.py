@@ -328,7 +328,7 @@ def is_traced(q):
 
 
 def has_gradient(*tensors):
-    """Whether autograd records the gradient of one of these."""
+    """Whether autograd needs the gradient of one of these."""
     if torch.is_grad_enabled():
         for x in tensors:
             if getattr(x, "requires_grad", False):

@@ -17,7 +17,7 @@ def default_block(q, *, tile=None, alone=True, few=False):
 
     alone: whether the GPU's multiprocessors are all free for the block. With several ranks NCCL's kernels, or fetch's
     barrier and local copy, need some. A persistent kernel fixes before the launch which thread block computes which
-    tiles. A block that starts late delays the end, and no multiprocessor is free before the end.
+    tiles. A block that starts late delays the kernel's end, and until then no multiprocessor is free.
     few: whether the queries are few and the keys many. Stage 03 then splits the keys among the multiprocessors.
     """
     on_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)

@@ -112,7 +112,7 @@ class Trip:
         side.follow()  # dk and dv have been computed.
         side.copy((slot[0], dk), (slot[1], dv))
         self.given.append((side.mark(), dk, dv))
-        if len(self.given) > 2:  # The oldest have been copied, and their memory may be used again.
+        if len(self.given) > 2:  # Once the oldest have been copied, their memory may be used again.
             side.lead(self.given.pop(0)[0])
 
     def slot(self, owner, giver, keys):

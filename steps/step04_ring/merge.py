@@ -9,8 +9,8 @@ The idea: out and lse contain all that is needed of the keys seen so far, so no 
 sent. out and lse are float32 whatever dtype the block's result has, because a rounding here would happen once a hop.
 They start as out = 0 and lse = -inf.
 
-`merge` is the formula. A GPU would launch six kernels for it at every step, each of which reads out. So the loops in
-ring.py use `Parts`: it stores the blocks' results and merges up to four of them in one kernel. Needs torch; on a GPU
+`merge` is the formula. A GPU would launch six kernels for it and read out anew at every step. So the loops in ring.py
+use `Parts`: it stores the blocks' results and merges up to four of them in one kernel. Needs torch; on a GPU
 also Triton and merge_kernels.py.
 """
 

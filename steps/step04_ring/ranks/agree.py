@@ -3,7 +3,7 @@
 
     gloo            16 bytes of a hash and each rank's length go round before the first hop; the same at the call's end,
                     where a rank reports that its block has raised
-    NCCL            the first such call: the arguments are compared through the store, while the host waits
+    NCCL            a new call: its arguments are compared through the store, while the host waits
                     later, relay: the hash travels beside the first hop, and the device compares it
                     later, fetch: each call has a barrier of its own, so that ranks in different calls never meet
 
