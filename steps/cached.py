@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What a call needs is found once for each layout of its tensors, and cached under one key.
+"""A cache for all that a call needs and that depends only on the options and the layout of its tensors.
 
     key = key_of(tensors, options)
     plan = plans.get(key) or plans.add(key, make_plan())
 
-The same idea serves the contract (which checks have passed), stage 02's plans, stage 03's recordings, and stage 04's
+It is used by the contract (which checks have passed), for stage 02's plans, stage 03's recordings, and stage 04's
 agreements. A cached value holds no tensor. Needs torch only.
 """
 
@@ -34,7 +34,7 @@ class Cache(dict):
 
 
 def check_no_gradient(*tensors):
-    """Raises RuntimeError where autograd would record a call that has no gradient, and so lose it without a word."""
+    """Raises RuntimeError where autograd expects a gradient that a launcher does not have, instead of losing it."""
     if torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -44,7 +44,7 @@ def check_no_gradient(*tensors):
 def key_of(tensors, options):
     """All that checks and plans depend on: the options with their types, because 1 == True, and the tensors' layouts.
 
-    Returns None, so that nothing is cached, for fake tensors, subclasses of Tensor and options that can change.
+    Returns None, so that nothing is cached, for fake tensors, subclasses of Tensor and mutable options.
     """
     try:
         key = [(name, types_in(x), tuple(x) if type(x) is list else x) for name, x in options.items()]
@@ -68,8 +68,8 @@ def key_of(tensors, options):
 def types_in(x):
     """The type of an option, or those of the numbers in a pair, because (1.0, 1) == (True, 1).
 
-    Raises TypeError for what can change. A tensor may be an option, such as first_query: it equals itself, and has the
-    same hash, also after its number has changed.
+    Raises TypeError for mutable options. One of them would be a tensor, such as first_query: it equals itself, and has
+    the same hash, also after its number has changed.
     """
     if type(x) in CONSTANT:
         return type(x)

@@ -1,7 +1,7 @@
 """The rules about arguments, each written once: what came, what was expected, and what to do. Needs torch only.
 
     refuse, pick, check_call     options that a stage lacks; the rung of a call; q, k, v, causal, scale and tile
-    check_saved, check_flag      what a backward is given; True or False
+    check_saved, check_flag      the tensors of a backward; True or False
     check_shared                 a sequence that ranks share
     check_derivatives, in_memory    torch.func; tensors without memory
 """
@@ -65,7 +65,7 @@ NOT_TWICE = (
 def refuse(stage, function, options):
     """Raises for the first of these names, which are no options of the stage's function.
 
-    NotImplementedError names the stage that has the option. TypeError names what another library calls otherwise, or
+    NotImplementedError names the stage that has the option. TypeError gives our name for another library's option, or
     says that no stage has such an option.
     """
     given = next(iter(options))
@@ -87,7 +87,7 @@ def pick(rungs, supports, rung, direction, q, whole=None, tile=None):
 
     rung None stands for the first rung that takes q's dtype and head_dim, and has the tile, if one is given. A rung may
     take inputs for which another one is faster: SUPPORTS["best"](q, direction) says whether it is to be picked.
-    whole: {rung: `supports_of` it}, if they are kept.
+    whole: {rung: `supports_of` it}, if the caller has it already.
     Raises ValueError that names the rungs.
     """
     whole = whole or {rung: supports_of(supports, rung) for rung in rungs}
@@ -107,7 +107,7 @@ def pick(rungs, supports, rung, direction, q, whole=None, tile=None):
         fitting = list(fitting)
         with_tile = [name for name in fitting if as_pair(tile) in tiles_of(whole[name], q.shape[-1])]
     best = (name for name in with_tile or fitting if "best" not in whole[name] or whole[name]["best"](q, direction))
-    name = next(best, with_tile[0] if with_tile else None)  # Only as many are looked at as are needed.
+    name = next(best, with_tile[0] if with_tile else None)  # This looks at no more rungs than needed.
     if name is not None:
         return rungs[name][direction], whole[name]
     if takes(supports, q):
@@ -139,7 +139,7 @@ def no_rung(whole, supports, q):
 def check_call(supports, kernel, tensors, causal, scale, tile):
     """(scale, the kernel's further options) of a call. Raises for any input that the stage does not take.
 
-    kernel: the one of the call, or None where every kernel that may compute it has tiles.
+    kernel: the call's kernel, or None where it is not chosen yet and every possible one has tiles.
     """
     for name, x in tensors:
         check_dense(name, x)
@@ -182,13 +182,13 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
 
 
 def check_length(rows):
-    """ValueError if there are more queries and keys than kernels count in 32 bits, to which they may add a tile."""
+    """ValueError if there are too many queries and keys for the 32 bits in which kernels count, with one tile added."""
     if isinstance(rows, int) and rows > 2**31 - 2**16:  # While a call is traced, the number may be a symbol.
         raise ValueError(f"q and k may have 2^31 - 2^16 rows together; got {rows}. Split the queries.")
 
 
 def check_dense(name, x, optional=False):
-    """Raises TypeError unless x is a tensor in which every entry has a place of its own. optional: it might be None."""
+    """Raises TypeError unless x is a dense tensor. optional: the error says that x might also be None."""
     if not isinstance(x, torch.Tensor):
         expected = "a torch.Tensor or None" if optional else "a torch.Tensor"
         raise TypeError(f"{name} must be {expected}, got {type(x).__name__}. Use torch.tensor(...).")
@@ -210,9 +210,9 @@ def check_shared(supports, S, transport):
 
 
 def check_derivatives(*tensors):
-    """Raises NotImplementedError where torch asks for derivatives in another way than by autograd's backward."""
+    """Raises NotImplementedError if torch computes derivatives in another way than by autograd's backward."""
     in_func, in_forward_mode = torch._C._functorch.peek_interpreter_stack() is not None, forward_ad._current_level >= 0
-    tensors = [x for x in tensors if isinstance(x, torch.Tensor)] if in_forward_mode else []  # It takes time elsewhere.
+    tensors = [x for x in tensors if isinstance(x, torch.Tensor)] if in_forward_mode else []  # Otherwise it costs time.
     if in_func or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(NO_TRANSFORMS)
 
@@ -261,13 +261,13 @@ def check_tile(supports, tile, D):
 
 
 def tiles_of(supports, D):
-    """Those of the tiles that a call with this head_dim may name, of which forward and backward take each."""
+    """The tiles that a call with this head_dim may name. Forward and backward take each of them."""
     fits = supports.get("tile_fits")
     return supports["tiles"] if fits is None else tuple(tile for tile in supports["tiles"] if fits(D, tile))
 
 
 def as_pair(tile):
-    """The tile as a tuple of Python's integers; () of what is none."""
+    """The tile as a tuple of Python's integers; () if it is none."""
     try:
         return tuple(map(operator.index, tile))
     except TypeError:
@@ -366,13 +366,13 @@ def check_dtype(name, x, dtypes, device):
 
 
 def conversion(x, dtypes, device):
-    """What makes of x a tensor of the first of the dtypes on the device, such as ".int()"."""
+    """The code that converts x to the first of the dtypes on the device, such as ".int()"."""
     to_device = "" if x.device == device else f'.to("{device}")'
     return to_device if x.dtype in dtypes else f"{to_device}.{METHOD[dtypes[0]]}()"
 
 
 def told(x):
-    """What came instead of a number, on one line; of a tensor also how to get its number."""
+    """A value that came instead of a number, on one line; for a tensor also how to get its number."""
     if isinstance(x, torch.Tensor):
         method = ".tolist()" if x.ndim else ".item()"
         return f"a {type(x).__name__} of shape {tuple(x.shape)}; give what {method} returns"

@@ -5,11 +5,11 @@ A kernel file knows nothing of this module. It offers two functions for 4-D tens
     forward(q, k, v, *, causal, scale, tile)
     backward(dout, q, k, v, out, lse, *, causal, scale, tile)
 
-`entry_points` makes the stage's public functions of them. The rules about arguments are in checks.py. What they decide
-depends on the options and on the layout of the tensors only, so that a second call with the same key goes straight to
-its kernel (cached.py). While torch traces a program, an operator stands for the call (operators.py).
+`entry_points` makes the stage's public functions of them. The rules about arguments are in checks.py. Their outcome
+depends only on the options and on the layout of the tensors. So a second call with the same key goes straight to its
+kernel (cached.py). While torch traces a program, an operator replaces the call (operators.py).
 
-A stage may have features beside its rungs, as stage 03 has masks and dropout; `NoFeatures` says what they bring.
+A stage may have features beside its rungs, such as stage 03's masks and dropout; `NoFeatures` lists what they define.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from steps.operators import Operators
 def entry_points(rungs, supports, features=None, declared=None):
     """The stage's `forward`, `backward` and `attention`, which check their arguments and then call a kernel.
 
-    rungs: {rung: (forward, backward)}. A call that names no rung gets the first that takes the input's dtype and
-    head_dim, and has the tile, if one is given; checks.pick says more.
+    rungs: {rung: (forward, backward)}. A call that names no rung uses the first that takes the input's dtype and
+    head_dim, and has the tile, if one is given; see checks.pick.
     supports: the stage's SUPPORTS, with the keys stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk,
-    deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
+    deterministic, order and own_backward, the rungs with a backward of their own. A stage whose rungs differ also has
     limits, {rung: the keys that are different for it, and perhaps best and tile_fits, whether it takes (D, tile)}, and
     elsewhere, {rung: what a machine needs to run it}.
     features: see NoFeatures. declared: three functions without a body, with the signatures and docstrings to show.
@@ -50,7 +50,7 @@ def public(stage, declared):
     def call(*tensors, **options):
         return method(*tensors, **options)
 
-    # So that it can be pickled, by the place where it is found.
+    # The module and the name by which pickle finds it again.
     call.__module__, call.__qualname__ = f"steps.{stage.name}", declared.__name__
     return call
 
@@ -62,15 +62,15 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, **lackin
     float32 (float64 for float64 input), the natural logarithm of the sum of exp of the scaled scores. causal: a
     query sees the keys up to its own position, aligned at the bottom right; a query that sees none gets out 0 and
     lse -inf. scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of
-    SUPPORTS["rungs"]. lacking: options of other stages and libraries, which are refused by the name of who has
-    them. Raises TypeError, ValueError or NotImplementedError before anything is computed.
+    SUPPORTS["rungs"]. lacking: options of other stages and libraries; the error names the stage that has them.
+    Raises TypeError, ValueError or NotImplementedError before anything is computed.
     """
 
 
 def backward(
     dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking
 ):  # fmt: skip
-    """Gradients (dq, dk, dv), like q, k and v, from dout, the gradient of out; out and lse are what `forward` gave.
+    """Gradients (dq, dk, dv), like q, k and v, from dout, the gradient of out; out and lse are those of `forward`.
 
     tile: the forward's; it does not change a backward that has tiles of its own. deterministic: the gradients are
     bit-equal from run to run, as they always are where SUPPORTS["deterministic"] is True.
@@ -85,25 +85,25 @@ def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, determ
 
 
 class NoFeatures:
-    """What a stage has beside its rungs: nothing. A stage with features brings an object with these names."""
+    """The features of a stage without features. A stage with features passes an object with the same names."""
 
     DEFAULTS = {}  # {option: its default}
-    TENSORS = ()  # the names of those that are tensors,
-    GRADIENTS = ()  # of those among them that have a gradient,
-    NO_GRADIENT = ()  # of those with which something has none,
-    FLOATS = ()  # and of those that are floats
-    CARRIED = ()  # the names of what `forward` changes in place: out and lse of earlier calls
+    TENSORS = ()  # the options that are tensors
+    GRADIENTS = ()  # the tensors among them that have a gradient
+    NO_GRADIENT = ()  # the options with which some gradient is missing: see check_gradients
+    FLOATS = ()  # the options that are floats
+    CARRIED = ()  # the tensors that `forward` changes in place: out and lse of earlier calls
     SCHEMA = ""  # the options as torch's operators declare them
 
     def take_wanted(self, options):
-        """Takes out of a backward's options what says which gradients are wanted, and returns their names."""
+        """Removes from a backward's options those that ask for a gradient; returns the names of these gradients."""
         return ()
 
     def check_gradients(self, options, *tensors):
-        """Raises where a gradient is asked for that there is not. Called if one of NO_GRADIENT is given."""
+        """Raises if a gradient is wanted that is not computed. Called if one of NO_GRADIENT is given."""
 
     def of_backward(self, named, wanted):
-        """Those of the named tensors that a backward takes."""
+        """The named tensors that a backward takes."""
         return named
 
     def read(self, options, q, k):
@@ -111,7 +111,7 @@ class NoFeatures:
         return {}
 
     def read_traced(self, options, q):
-        """The same, as far as it is possible while torch traces a call. The tensors are checked by `check_tensors`."""
+        """The same while torch traces a call, without the checks of tensors, which `check_tensors` makes."""
         return {}
 
     def check_tensors(self, options, q, k):
@@ -128,7 +128,7 @@ class NoFeatures:
 
 
 class Stage:
-    """A stage's functions: `forward`, `backward`, `attention`, and the steps by which they come to a kernel."""
+    """A stage's functions `forward`, `backward` and `attention`, and the steps from these to a kernel."""
 
     def __init__(self, rungs, supports, features):
         self.name, self.rungs, self.supports, self.features = supports["stage"], rungs, supports, features
@@ -182,7 +182,7 @@ class Stage:
                 checks.refuse(self.name, function, [name])
 
     def take_tensors(self, options, q):
-        """Takes the tensors out of the options: {name: tensor}. A seed is among them where it is still to be drawn."""
+        """Removes the tensors from the options: {name: tensor}. A seed that is still to be drawn is None in it."""
         named, p = {}, options.get("dropout_p")
         for name in self.named:
             x = options.pop(name, None)
@@ -196,9 +196,9 @@ class Stage:
     # ---- every call ----
 
     def attend(self, q, k, v, options, named, gradient, draws=False):
-        """(out, lse). gradient: whether somebody may ask for the gradient of out. draws: whether a seed may be drawn.
+        """(out, lse). gradient: whether the gradient of out may be needed. draws: whether a seed may be drawn.
 
-        The checks come first, so that a call that is refused draws none. The seed that was drawn is put into `named`.
+        The checks come first, so that a call that is refused draws no seed. A drawn seed is stored in `named`.
         """
         key = key_of((q, k, v, *named.values()), options)
         key = key and (*key, gradient, draws, *named)
@@ -277,7 +277,7 @@ class Stage:
         return kernel, given | {"causal": f["causal"], "scale": scale}, f, own
 
     def check_shapes(self, q, k, v, f):
-        """The checks of a call that is traced, of which only the shapes are known. f: {name: value} of all options."""
+        """The checks of a traced call, which has only shapes and no numbers. f: {name: value} of all options."""
         kernel, own = None, self.supports
         if f["rung"] is not None or not self.features.DEFAULTS:
             kernel, own = checks.pick(self.rungs, self.supports, f["rung"], 0, q, self.whole, f["tile"])
@@ -286,7 +286,7 @@ class Stage:
 
 
 class Attention(torch.autograd.Function):
-    """What `attention` is to autograd. It saves the inputs, out and lse: memory that grows with N and not with N^2."""
+    """`attention` for autograd. It saves the inputs, out and lse: memory that grows with N and not with N^2."""
 
     @staticmethod
     def forward(ctx, stage, options, deterministic, names, q, k, v, *tensors):
@@ -313,22 +313,22 @@ class Attention(torch.autograd.Function):
 
 def refuse_double_backward(*grads):
     """The gradients; differentiating them raises NOT_TWICE."""
-    if not torch.is_grad_enabled():  # Nobody can, unless it was backward(create_graph=True).
+    if not torch.is_grad_enabled():  # Only after backward(create_graph=True) they could be differentiated.
         return grads
     fail = torch._C._functions.DelayedError(NOT_TWICE.encode(), len(grads))
     return fail(*(x if x is None else x.detach().requires_grad_() for x in grads))
 
 
 def is_traced(q):
-    """Whether a call is recorded and not computed: by torch.compile, torch.export, a mode of torch, or as q is fake.
+    """Whether a call is recorded instead of computed: by torch.compile, torch.export, a mode of torch, or a fake q.
 
-    Such a call needs an operator. Others are an autograd.Function: an operator would take several times as long.
+    Such a call needs an operator. Other calls use an autograd.Function, because an operator is several times slower.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or isinstance(q, FakeTensor)
 
 
 def has_gradient(*tensors):
-    """Whether autograd asks for the gradient of one of these."""
+    """Whether autograd needs the gradient of one of these."""
     if torch.is_grad_enabled():
         for x in tensors:
             if getattr(x, "requires_grad", False):
@@ -337,7 +337,7 @@ def has_gradient(*tensors):
 
 
 def apart(out):
-    """out as torch wants the result of an autograd.Function: a view could not be changed in place, as by `out.add_`."""
+    """out, but not as a view: a view that an autograd.Function returns cannot be changed in place, as by `out.add_`."""
     return out.detach() if out._is_view() else out
 
 
@@ -352,8 +352,8 @@ class Call:
     """
 
     def __init__(self, kernel, options, named, shapes, check):
-        """options: the kernel's. named: the last tensors, which it takes by name. shapes: of the results, or None for a
-        kernel that takes tensors as they are. check: what has to be checked of the named tensors at every call.
+        """options: the kernel's. named: the last tensors, which the kernel takes by name. shapes: those of the results,
+        or None for a kernel that takes tensors as they are. check: checks the named tensors at every call, or None.
         """
         self.kernel, self.names, self.shapes, self.check = kernel, tuple(named), shapes, check
         self.options = {name: x for name, x in options.items() if name not in named}
@@ -369,7 +369,7 @@ class Call:
             return self.again(*tensors)
         read = [as_4d(x, rows=x.ndim < rank) for x in tensors[:count]]
         named = dict(zip(self.names, map(in_memory, tensors[count:]), strict=True))
-        if "out" in named:  # what earlier calls gave, which is changed in place
+        if "out" in named:  # the results of earlier calls, which are changed in place
             named |= {"out": as_4d(named["out"]), "lse": as_4d(named["lse"], rows=True)}
         results = self.run(read, named)
         whole = all(map(operator.is_, (*read, *named.values()), tensors))
@@ -403,12 +403,12 @@ def unchanged(q, k, v, out, lse, *others):
 
 
 def no_gradients(wanted, dout, q, k, v, out, lse, *named):
-    """Zeros like q, k, v, and like the tensors at the places `wanted` among those with a name."""
+    """Zeros like q, k and v, and like the named tensors at the places `wanted`."""
     return tuple(map(zeros, (q, k, v, *(named[place] for place in wanted))))
 
 
 def no_autocast(x):
-    """A context in which autocast does not change the dtype of what is computed with x."""
+    """A context in which autocast does not change the dtype of computations with x."""
     device = "cuda" if x.is_cuda else "cpu"
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 

@@ -4,13 +4,13 @@
     torch.ops.steps.<stage>_backward(dout, q, k, v, out, lse, options) -> (dq, dk, dv)
     torch.ops.steps.<stage>_carry   (q, k, v, out, lse, options)       changes out and lse in place
 
-The options have the defaults of the stage's `attention`, which takes the operators by itself where it is traced. The
-backward of a stage with features also returns their gradients, which are empty if they are not asked for; and only
-such a stage has the third operator. What traces a program does not look into an operator.
+The options have the defaults of the stage's `attention`, which calls the operators by itself while it is traced. The
+backward of a stage with features also returns their gradients, which are empty if they are not wanted; and only such a
+stage has the third operator. A tracer does not look into an operator.
 
-torch.compile compiles a program anew for each value of a float that an operator takes. It does not for a float that
-becomes a tensor. So the floats among the options that are not constant in a program reach the operators in a tensor,
-`traced`, which is NaN where the option itself holds.
+torch.compile compiles a program anew for each value of a float that is an argument of an operator, but not for each
+value in a tensor. So floats that are not constant in a program reach the operators in a tensor, `traced`. Where it is
+NaN, the option itself has the value.
 """
 
 import math
@@ -36,7 +36,7 @@ class Operators:
 
     def forward(self, q, k, v, options):
         """(out, lse), which can be differentiated once."""
-        if not torch.compiler.is_compiling():  # Torch would tell a wrong type by its place in the schema.
+        if not torch.compiler.is_compiling():  # Torch's own error would name only the place of a wrong type.
             self.stage.check_shapes(q, k, v, self.stage.defaults | options)
         carried = [x for x in map(options.get, self.features.CARRIED) if x is not None]
         arguments = self.arguments(q, options)
@@ -69,7 +69,7 @@ class Operators:
         f = self.stage.defaults | options | self.features.read_traced(options, q)
         traced, of_all_values = None, [name for name in self.floats if is_open(f[name])]
         if of_all_values:
-            # Of the operations with a number, multiplication is one that torch.compile turns into one with a tensor.
+            # Multiplication by a number is an operation that torch.compile turns into one by a tensor.
             one = torch.ones((), dtype=torch.float64, device="cpu")
             traced = torch.stack([one * (f[name] if name in of_all_values else math.nan) for name in self.floats])
             f |= {name: self.stage.defaults[name] for name in of_all_values}
@@ -83,7 +83,7 @@ class Operators:
         return self.stage.defaults | {"traced": None} | dict(zip(names, arguments, strict=False))
 
     def given(self, arguments, *without):
-        """The options that are not default, by name, as a call has them that is not traced."""
+        """The options that are not default, by name, as in a call that is not traced."""
         f = self.by_name(arguments)
         if (traced := f.pop("traced")) is not None:
             numbers = zip(self.floats, traced.tolist(), strict=True)
@@ -186,6 +186,6 @@ def refuse(ctx, *grads):
 
 
 def is_open(x):
-    """Whether x is a number for which torch.compile compiles a program of all values."""
+    """Whether x is a number for whose values torch.compile compiles one program."""
     is_number = isinstance(x, (int, float))
     return torch.compiler.is_compiling() and is_number and not torch.fx.experimental.symbolic_shapes.has_static_value(x)

@@ -1,7 +1,7 @@
 """Stage 02: FlashAttention-2 in CUDA C++, compiled at run time; without a GPU the same files run behind an emulation.
 
 A call goes from here through steps/contract.py (checks, autograd) to calls.py, which makes launches out of the rung's
-row in ladder.py (works.py) and keeps them (plan.py). A later call goes to its plan, which nvrtc.py or emulator/ runs.
+row in ladder.py (works.py) and caches them (plan.py). A later call goes to its plan, which nvrtc.py or emulator/ runs.
 Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02e. Tests: tests/test_step02_fa2_cuda.py.
 """
 

@@ -292,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
   // causal mask the first keys have the most queries.
   int block = block_number(counters, delta_i + Br, deterministic);
   int tiles = (Nk + Bc - 1) / Bc;
-  int own = HEADS_APART ? 1 : group;  // query heads that a block takes
+  int own = HEADS_APART ? 1 : group;  // query heads that a block computes
   int parts = H / own;                // of dK and dV
   int tile = block % tiles;
   int part = block / tiles % parts;

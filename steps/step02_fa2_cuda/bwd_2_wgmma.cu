@@ -139,8 +139,8 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
     atomic_add_4(dq + (i * 32 + lane * 4), dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
 }
 
-// Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
-// whole rows, and no rows beyond the last key.
+// Stores dK or dV of a warp's 16 keys. The numbers go through shared memory to the copy engine, which writes
+// whole rows, and no row beyond the last key.
 __device__ void store_rows(const TensorMap& map, Shared<T> tile, const float (&C)[D / 2], float factor,
                            int row, int head, int batch) {
   uint32_t x[D / 16][4];
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // the most queries.
   int tiles = (Nk + Bc - 1) / Bc;
   int tile = blockIdx.x % tiles;
-  int own = HEADS_APART ? 1 : group;  // query heads that a block takes
+  int own = HEADS_APART ? 1 : group;  // query heads that a block computes
   int parts = H / own;                // of dK and dV
   int part = blockIdx.x / tiles % parts;
   int head_k = HEADS_APART ? part / group : part;
@@ -261,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     load_queries(0, head, i);
   }
 
-  // The shuffle lets the compiler know that all lanes of a warp have the same warpgroup: what is computed
-  // from it then takes no registers of the threads.
+  // After the shuffle the compiler knows that all lanes of a warp have the same warpgroup. What is computed
+  // from this number then needs no registers of the threads.
   int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
@@ -274,9 +274,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
   dq += warp * DQ_PER_WARP;
 
-  // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
-  // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
-  // `mask` wants them.
+  // This lane has the keys `key` and `key + 8`. The queries from seen_from_0 on see the first one, those from
+  // seen_from_1 on the second; no query sees a key that does not exist. Both are counted from the lane's
+  // first query, as `mask` expects.
   int key = tile * Bc + row;
   int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
   int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
 
 // out (B, H, Nq, D) = scale * dq in 16 bits. A warp's part of a tile of dq is stored as [i][lane][4]. The
 // four numbers are the rows lane / 4 and lane / 4 + 8, and in each of them the columns 8 i + lane % 4 * 2 and
-// the next one. A thread takes the numbers of four neighbouring lanes, which are 8 columns of two rows.
+// the next one. A thread reads the numbers of four neighbouring lanes, which are 8 columns of two rows.
 extern "C" __global__ void __launch_bounds__(256) attention_dq(
     Global<const float> dq, Global<T> out, int Nq, float scale) {
   int tiles = (Nq + Br - 1) / Br;

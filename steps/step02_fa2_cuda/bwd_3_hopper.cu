@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: MIT
 // Rung 3, "hopper": K_j stays in registers, dV starts before the warpgroups meet; or dq is added in order.
 //
-// In rung 2 S^T, dP^T and dQ_i read both operands from shared memory. At D = 128 these are all the bytes that
-// it can deliver in a clock. But wgmma also takes its first operand from registers. S^T needs the same rows
-// of K_j in every step. So each warp loads its rows once, and S^T then reads half as many bytes. At D = 64
-// there are registers for V_j, too.
+// In rung 2 the products S^T, dP^T and dQ_i read both operands from shared memory. At D = 128 this takes all
+// the bytes that shared memory can deliver in a clock. But wgmma also takes its first operand from registers.
+// S^T needs the same rows of K_j in every step. So each warp loads its rows once, and S^T then reads half as
+// many bytes. At D = 64 there are registers for V_j, too.
 //
-// dQ_i needs dS^T of both warpgroups, which meet at a barrier before it. dV_j += P^T dO_i needs only what its
-// own warpgroup has computed. So it starts before the barrier, and the tensor cores have work meanwhile. (Not
-// if DETERMINISTIC: then it covers the time that passing on a turn takes.)
+// dQ_i needs dS^T of both warpgroups. So the warpgroups wait for each other at a barrier. dV_j += P^T dO_i
+// needs only P^T of its own warpgroup. So it starts before the barrier, and the tensor cores work meanwhile.
+// (Not if DETERMINISTIC: then dV_j is computed while the block passes on its turn.)
 //
-// Where a block has few steps, its beginning counts. A third buffer for Q_i and dO_i lets two tiles be on
-// their way before the first step, and one more in each step. If PERSISTENT, a block computes several tiles
-// of keys: the next K_j, the first queries and at D = 64 the next V_j come while it computes this tile, and
-// dK_j and dV_j leave while it computes the next. And between the kernels the L2 cache counts, which keeps
-// what was written last: attention_delta and attention_dq go through the tiles backwards, so that the
-// additions begin, and the rounding too, where dq is still in the cache.
+// Where a block has few steps, its beginning takes much of the time. With a third buffer for Q_i and dO_i,
+// two tiles are loaded before the first step, and one more in each step. If PERSISTENT, a block computes
+// several tiles of keys: the next K_j, the first queries and at D = 64 the next V_j are loaded while it
+// computes this tile, and dK_j and dV_j are stored while it computes the next. The L2 cache holds what was
+// written last. So attention_delta and attention_dq go through the tiles backwards: the kernel that comes
+// next then starts with numbers of dq that are still in the cache.
 //
 // A block goes through the queries from the first tile that sees its keys to the last. So with a causal mask
-// the blocks of a head begin at different tiles, and seldom add to the same one at the same time. The first
-// keys have the most queries then. So they come first, over the heads of a section, as the longest tiles do
-// in the forward: the last blocks are short, and the multiprocessors end at nearly the same time.
+// the blocks of a head begin at different tiles, and seldom add to the same tile at the same time. The first
+// keys then have the most queries. So the first tiles of all heads of a section come first, as the longest
+// tiles do in the forward: the last blocks are short, and the multiprocessors end at nearly the same time.
 //
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, and dq, too, is bit-equal from run to
 // run. In all else the algorithm is that of rung 2:
@@ -39,10 +39,10 @@
 //   T                bf16 or fp16: the type of q, k, v and their gradients
 //   D, Br            the head_dim and the queries of a tile: 64 and 128, or 128 and 64
 //   Bc               keys of a block: 128, 64 for each warpgroup
-//   HEADS_APART      1: a block takes one query head, and the host adds up dk and dv of a group; 0: it takes
-//                    all query heads that share its keys
+//   HEADS_APART      1: a block computes one query head, and the host adds up dk and dv of a group; 0: it
+//                    computes all query heads that share its keys
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
-//   STAGES           buffers for tiles of queries: 3, or 2, a little faster where heads are long
+//   STAGES           buffers for tiles of queries: 3; or 2, which is a little faster where heads are long
 //   PERSISTENT       1: a block computes several tiles of keys; 0: one. Not both this and DETERMINISTIC.
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
@@ -51,9 +51,9 @@
 // multiprocessors, block 256, 2 * (3 * Bc * D + 6 * Br * D + 2 * Br * Bc) + 24 * Br + 128 bytes of dynamic
 // shared memory (fewer buffers need less, and get as much).
 // Spill budget: 0 bytes.
-// Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
-// copy engine; the rounding of dq in the last block of a head; persistent blocks where heads are long.
-// A producer with a warp of its own would need too many registers.
+// Left out, because it was slower: dQ_i computed one step later, during the exponentials; additions by the
+// copy engine; dq rounded by the last block of a head; persistent blocks where heads are long. Left out,
+// because it would need too many registers: a producer warp.
 // Bottleneck, by leaving parts out (course/bench/ablations.py): at D = 128 above all the additions to dq; at
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
@@ -63,7 +63,7 @@ constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
 constexpr int KEY_STAGES = PERSISTENT ? 2 : 1;  // buffers for K
-constexpr int SECTION = 8;                   // heads whose blocks are dealt together
+constexpr int SECTION = 8;                   // heads whose tiles are interleaved
 constexpr int CACHE = 1 << 25;               // bytes of the L2 cache; heads that fit into it are one section
 constexpr int FEW = 128;                     // tiles of keys up to which the queries ascend in a fixed order
 constexpr int LONG = 1 << 17;                // queries that a section of long heads may have
@@ -133,8 +133,8 @@ __device__ void mask(float (&S)[Br / 2], int seen_from_0, int seen_from_1) {
     S[n] = n / 4 * 8 + n % 2 >= (n % 4 < 2 ? seen_from_0 : seen_from_1) ? S[n] : -INFINITY;
 }
 
-// P = exp2(scale_log2 * S - lse), packed as an operand. Of huge scores the rounding of lse alone could make P
-// infinite. So it is held to 1.
+// P = exp2(scale_log2 * S - lse), packed as an operand. Where scores are huge, the rounding of lse alone
+// could make P infinite. So P is at most 1.
 __device__ void probabilities(uint32_t (&P)[Br / 16][4], const float (&S)[Br / 2], Shared<float> lse,
                               float scale_log2) {
 #pragma unroll
@@ -189,10 +189,10 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
 // If DETERMINISTIC, the blocks of a head take turns at dQ_i. A counter for each tile of queries says how many
 // have added to it. Without DETERMINISTIC nothing here does anything.
 //
-// One thread waits for the turns of its block and passes them on. (If each warp did, all of them would wait
-// until their additions have arrived in the L2 cache. This took up to a tenth of the time.) The others learn
-// of it by the barrier of each step: they add after it if that thread has waited before it, and what they
-// have added before it may be passed on after it.
+// One thread waits for the turns of its block and passes them on. (If each warp did this, each would wait
+// until its additions have arrived in the L2 cache. This took up to a tenth of the time.) The barrier of each
+// step orders the other threads: this thread waits for the turn before the barrier, and they add after it;
+// they have added before the next barrier, and this thread passes the turn on after it.
 struct Turns {
   Global<int> added;  // the counters
   int64_t had = -1;   // the tile of queries to which this block has added last
@@ -213,15 +213,15 @@ struct Turns {
   }
 };
 
-// The n-th tile of keys and its head, counted over all batches. So many heads `alone` are dealt head by head.
-// Of the others come first the tiles 0 of a section of heads, then their tiles 1, and so on.
+// The n-th tile of keys and its head, counted over all batches. The first `alone` heads are computed one
+// after the other. Later heads are interleaved: tile 0 of every head of a section, then tile 1, and so on.
 struct Place {
   int tile, head;
 
   __device__ Place(int n, int tiles, int total, int alone, int section) {
     tile = n % tiles;
     head = n / tiles;
-    if (head < alone || section == 1) return;  // spares the divisions, which a short block notices
+    if (head < alone || section == 1) return;  // without the divisions, which would slow down a short block
     int first = head - (head - alone) % section;
     int heads = min(section, total / tiles - first);  // the last section may have fewer
     n -= first * tiles;
@@ -230,7 +230,7 @@ struct Place {
   }
 };
 
-// A tile of keys, and the step that its block has come to.
+// A tile of keys, and the step that its block computes now.
 struct KeyTile {
   int round;              // the tiles that the block computes before it
   int tile, part, batch;  // tile is -1 if the block has no further one
@@ -238,8 +238,8 @@ struct KeyTile {
   int head, i, steps;     // the step: its query head and tile of queries; the steps that are left
 };
 
-// Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
-// whole rows, and no rows beyond the last key.
+// Stores dK or dV of a warp's 16 keys. The numbers go through shared memory to the copy engine, which writes
+// whole rows, and no row beyond the last key.
 __device__ void store_rows(const TensorMap& map, Shared<T> tile, const float (&C)[D / 2], float factor,
                            int row, int head, int batch) {
   uint32_t x[D / 16][4];
@@ -338,31 +338,33 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   __syncthreads();  // the barriers are ready
 
   int tiles = (Nk + Bc - 1) / Bc;
-  int own = HEADS_APART ? 1 : group;  // query heads that a block takes
+  int own = HEADS_APART ? 1 : group;  // query heads that a block computes
   int parts = H / own;                // of dK and dV
-  // The order of the queries in a block, and of the keys from block to block. A block must not wait for one
-  // that starts later: in a fixed order, the blocks that add first start first.
+  // The order of the queries in a block, and of the keys from block to block. If DETERMINISTIC, the blocks
+  // that add first also start first, because a block must not wait for one that starts later.
   //
   // With few tiles the queries ascend, and the last keys come first. With a causal mask hardly any block
-  // waits: it begins at the diagonal, and comes to the next tiles just after the block of the next keys. But
-  // it has Bc / Br steps more than that one. So the blocks drift apart, and need more and more of the L2
-  // cache. Then a section is the heads that fit into it as a whole: q, dout and dq have 8 bytes a number
-  // together, and k, v, dk and dv as well. Without a mask it has up to SECTION, as blocks wait less then.
+  // waits: it begins at the diagonal, and reaches each later tile just after the block of the next keys. But
+  // it has Bc / Br steps more than that block. So the blocks drift apart, and need more and more of the L2
+  // cache. Therefore a section consists of the heads that fit into the cache whole: q, dout and dq together
+  // have 8 bytes a number, and so have k, v, dk and dv. Without a mask a section has up to SECTION heads,
+  // because blocks wait less then.
   //
   // With many tiles, or several query heads, the queries descend, all heads of a tile in turn, and the first
-  // keys come first. The blocks of a head begin at the same tile. So each runs a step behind the one before
-  // it, and nearly stays there. In the end such blocks drift apart, too, so the longer a head is, the fewer
-  // heads run at a time: of 65536 queries without a mask, eight have 0.6 to 0.8 of the speed of two.
+  // keys come first. The blocks of a head begin at the same tile. So each block runs about one step behind
+  // the one before it. Over many steps these blocks drift apart, too. So the longer a head is, the fewer
+  // heads are computed at a time: with 65536 queries and no mask, eight heads at a time run at 0.6 to 0.8 of
+  // the speed of two heads at a time.
   bool ascending = !DETERMINISTIC || own == 1 && tiles <= FEW;
-  // Blocks of a few steps end soon in any order, and for long heads the cache counts more than the end.
+  // Blocks of a few steps end at nearly the same time in any order. For long heads the cache matters more.
   int section = causal && own * tiles > 4 && tiles <= 64 ? SECTION : 1;
   if (DETERMINISTIC) {
-    int rows = causal ? 2 * LONG : LONG;  // a block with the mask goes through half of its head
+    int rows = causal ? 2 * LONG : LONG;  // with the mask, a block goes through half of its head on average
     int heads = ascending && causal ? 1 : min(SECTION, rows / Nq);
     section = max(max(1, heads), CACHE / (8 * D) / (Nq + Nk));
   }
-  // Persistent blocks get nearly equal work, although tiles differ, as every other round deals in reverse.
-  // The last heads, which do not fill two rounds, are a section: their longest tiles come first.
+  // Persistent blocks get nearly equal work, although tiles differ, because every other round gives out the
+  // tiles in reverse. The last heads, which do not fill two rounds, are a section: longest tiles first.
   int alone = !PERSISTENT ? 0 : causal ? total / (2 * gridDim.x) * 2 * gridDim.x / tiles : total / tiles;
   if (PERSISTENT) section = total / tiles - alone;
   int query_tiles = (Nq + Br - 1) / Br;
@@ -379,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     return {round, tile, part, place.head / parts, first, part * own, i, (query_tiles - first) * own};
   };
 
-  // These start the copies of a tile's K_j, of its V_j, and of Q_i and dO_i for its step.
+  // These three start the copies of a tile's K_j, of its V_j, and of Q_i and dO_i for its step.
   auto load_keys = [&](const KeyTile& j) {
     int s = j.round % KEY_STAGES, head_k = HEADS_APART ? j.part / group : j.part;
     barrier_expect(keys_full + s, 2 * Bc * D);
@@ -399,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
-  // From one step to the next: another tile of queries; in a fixed order after all heads of the tile.
+  // From one step to the next. If DETERMINISTIC, all heads of a tile of queries come before the next tile.
   int direction = ascending ? 1 : -1;
   auto go_on = [&](KeyTile& j) {
     j.steps--;
@@ -414,12 +416,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   };
   // How many blocks add to a tile of queries before this one.
   auto blocks_before = [&](const KeyTile& j) {
-    int last_key = causal ? (j.i + 1) * Br - 1 + Nk - Nq : Nk - 1;  // that the tile sees
+    int last_key = causal ? (j.i + 1) * Br - 1 + Nk - Nq : Nk - 1;  // the last one that the tile sees
     return ascending ? min(tiles - 1, last_key / Bc) - j.tile : j.tile;
   };
 
-  // The shuffle lets the compiler know that all lanes of a warp have the same warpgroup: what is computed
-  // from it then takes no registers of the threads.
+  // After the shuffle the compiler knows that all lanes of a warp have the same warpgroup. What is computed
+  // from this number then needs no registers of the threads.
   int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
@@ -439,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int step = 0;  // counted over all tiles
   while (j.tile >= 0) {
     KeyTile next = PERSISTENT ? tile_of(j.round + 1) : KeyTile{0, -1};
-    // The step that comes so many steps after j, at most one; it may be one of the next tile.
+    // The step that comes `steps` (0 or 1) steps after j; it may be one of the next tile.
     auto later = [&](int steps) {
       bool ends = j.steps == 0;
       KeyTile ahead = ends ? next : j;
@@ -449,16 +451,17 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
       }
       return ahead;
     };
-    // Each step loads the one STAGES - 1 steps later. What is left to load here, except in the first round,
-    // are steps of the next tile if this one has few. The tile before did not know that tile.
+    // Each step loads the queries of the step STAGES - 1 later. So after the first round there is something
+    // to load here only if this tile has fewer steps: the queries of the next tile, which the tile before
+    // could not load.
     for (int s = j.round > 0 ? j.steps : 0; s < STAGES - 1; s++) {
       KeyTile ahead = later(s);
       if (threadIdx.x == 0 && ahead.steps > 0) load_queries(ahead, (step + s) % STAGES);
     }
 
-    // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
-    // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
-    // `mask` wants them.
+    // This lane has the keys `key` and `key + 8`. The queries from seen_from_0 on see the first one, those
+    // from seen_from_1 on the second; no query sees a key that does not exist. Both are counted from the
+    // lane's first query, as `mask` expects.
     int key = j.tile * Bc + row;
     int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
     int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
@@ -517,7 +520,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     __syncthreads();  // nobody still reads dS_i, V or K_j
     turns.pass_on(-1);
     if (!V_IN_REGISTERS && threadIdx.x == 0 && next.tile >= 0) load_values(next);
-    // dV_j takes the place of dS_i, and dK_j at D = 64 as well; at D = 128 that of K_j.
+    // dV_j overwrites dS_i. dK_j overwrites dS_i, too, if D = 64, and K_j if D = 128.
     Shared<T> dV_rows = dS_i + warp * 16 * D;
     Shared<T> dK_rows = (D == 64 ? dS_i + Bc * D : K_j) + warp * 16 * D;
     store_rows(dv_map, dV_rows, dV, 1, j.tile * Bc + 16 * warp, j.part, j.batch);
@@ -529,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
 
 // out (B, H, Nq, D) = scale * dq in 16 bits. A warp's part of a tile of dq is stored as [i][lane][4]. The
 // four numbers are the rows lane / 4 and lane / 4 + 8, and in each of them the columns 8 i + lane % 4 * 2 and
-// the next one. A thread takes the numbers of four neighbouring lanes, which are 8 columns of two rows.
+// the next one. A thread reads the numbers of four neighbouring lanes, which are 8 columns of two rows.
 extern "C" __global__ void __launch_bounds__(256) attention_dq(
     Global<const float> dq, Global<T> out, int Nq, float scale) {
   int block = gridDim.x - 1 - blockIdx.x;  // from the last tile to the first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Files that are kept from run to run, each under a hash of everything that it was made from."""
+"""Files that are cached from run to run, each under a hash of everything that it was made from."""
 
 import errno
 import functools
@@ -48,8 +48,8 @@ def get(parts: tuple, suffix: str, make) -> Path:
 
     It is written in a folder of its own and then moved, so that no other process sees an incomplete file. Its name
     ends with a checksum of its bytes, which shows whether it has been damaged since. If another process has made the
-    same meanwhile, that file is taken: a compiler's output need not be equal to the bit. Raises RuntimeError if the
-    disk is full, or if the folder can no longer be written to.
+    same meanwhile, that file is used: a compiler's output need not be bit-equal. Raises RuntimeError if the disk is
+    full, or if the folder can no longer be written to.
     """
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     try:

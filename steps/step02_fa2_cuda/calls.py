@@ -214,7 +214,7 @@ def start_gradients(dout, out, lse, *, rung="fa2", scale=None, deterministic=Fal
 
 
 def add_gradients(sums, dout, q, k, v, *, causal=False):
-    """(dk, dv) of these queries and keys alone, like k and v; what the keys give to dq is added to sums.dq_sum.
+    """(dk, dv) of these queries and keys alone, like k and v; the keys' part of dq is added to sums.dq_sum.
 
     sums: what `start_gradients` returned for the same queries. Its out and lse must be those over all keys that the
     queries see, not over the keys of this call alone. Other queries, or a slice of these, need Sums of their own.

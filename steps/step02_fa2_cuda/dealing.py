@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: MIT
-"""How the persistent blocks of rung hopper share the tiles of a call: the launch counts the work that each block gets.
+"""The tile scheduler of rung hopper: how persistent blocks share the tiles of a call, so that all get equal work.
 
-    order_of_tiles   of the forward, how the tiles of all heads follow each other
+    order_of_tiles   of the forward, the order of the tiles of all heads
     persistent_pays  of the backward, whether its blocks should be persistent
     busy             the share of the time for which blocks work
 
-Block b of P computes the tiles b, 2P - 1 - b, 2P + b, ...: every other round is dealt in reverse. Here a tile's work is
-the tiles of the other side that it visits, and one for its beginning and end.
+Block b of P computes the tiles b, 2P - 1 - b, 2P + b, ...: every other round gives out the tiles in reverse. Here a
+tile's work is the tiles of the other side that it visits, and one for its beginning and end.
 """
 
 import functools
 
 import torch
 
-LONG = 4096  # so many keys make a causal tile of the forward long
+LONG = 4096  # keys from which a causal tile of the forward counts as long
 
 
 def order_of_tiles(problem):
     """(section, alternate): how a causal forward orders its tiles; fwd_8_hopper.cu says what they mean.
 
-    Where tiles are long, a section should be the heads whose K and V fit into 32 MB of the L2 cache, which saves power.
-    But if its length does not suit the number of multiprocessors, they get unequal work, by up to a tenth. Then it is
-    twice as many heads. Otherwise, and where tiles are short, it is half as many heads as there are multiprocessors, or
-    a quarter with a head_dim above 64.
+    Where tiles are long, a section should have the heads whose K and V fit into 32 MB of the L2 cache, which saves
+    power. But if the section's length does not suit the number of multiprocessors, they get unequal work, by up to a
+    tenth. Then twice as many heads are tried. Otherwise, and where tiles are short, a section has half as many heads as
+    there are multiprocessors, or a quarter with a head_dim above 64.
     """
     heads = problem.B * problem.H
     many = max(1, problem.processors // (4 if problem.D > 64 else 2))
@@ -37,7 +37,7 @@ def order_of_tiles(problem):
 
 def forward_work(problem, section, alternate):
     """The work of a causal forward's tiles, in the order of fwd_8_hopper.cu's Tile."""
-    heads = min(problem.B * problem.H, 64 * section)  # further ones repeat what these show
+    heads = min(problem.B * problem.H, 64 * section)  # further heads repeat the same work
     tiles = problem.query_tiles
     n = torch.arange(tiles * heads, device="cpu")
     first = n // (section * tiles) * section  # head of the section
@@ -51,11 +51,11 @@ def forward_work(problem, section, alternate):
 
 @functools.lru_cache(1000)  # a launch asks several times
 def persistent_pays(problem):
-    """Whether blocks of the backward should compute several tiles. They do not start anew then, but need equal work.
+    """Whether blocks of the backward should compute several tiles, which saves starts but needs equal work.
 
-    No block may have 5 % more than if each of its rounds were a tile of mean length. (Blocks of one tile start where
-    another one has ended, and so share any tiles well.) With head_dim 128 the next V comes late, and where tiles have
-    few steps, they would wait for it.
+    No block may have 5 % more work than a tile of mean length in each round. (Blocks of one tile start where another
+    one has ended, so they share tiles of any lengths well.) With head_dim 128 the next V comes late, and tiles of few
+    steps would wait for it.
     """
     work, blocks = backward_work(problem), problem.processors
     rounds, mean = -(-len(work) // blocks), float(work.float().mean())
@@ -66,7 +66,7 @@ def persistent_pays(problem):
 def backward_work(problem):
     """The work of a backward's tiles, in the order of bwd_3_hopper.cu's Place for persistent blocks."""
     tiles = problem.key_tiles
-    heads = min(problem.B * problem.gradient_heads, max(1, 2**20 // tiles))  # more would show the same
+    heads = min(problem.B * problem.gradient_heads, max(1, 2**20 // tiles))  # more heads would repeat the same work
     keys = torch.arange(tiles, device="cpu") * problem.Bc - (problem.Nk - problem.Nq)
     first = keys.clamp(min=0) // problem.Br * problem.causal  # the first tile of queries that sees them
     work = (problem.query_tiles - first) * (problem.H // problem.gradient_heads) + 1

@@ -113,8 +113,8 @@ __device__ void online_update(float (&m)[2], float (&l)[2], float (&O)[D / 8][4]
     for (int n = 0; n < Bc / 8; n++)
 #pragma unroll
       for (int i = 2 * r; i < 2 * r + 2; i++) {
-        // The product is rounded before the subtraction. As one FMA it would not be, although m_new was; then
-        // the exponent of the maximum would not be 0, and for scores of 1e11 P would be infinite.
+        // The product is rounded before the subtraction, because m_new was rounded. One FMA would not round
+        // it: the exponent of the maximum would not be 0, and for scores of 1e11 P would be infinite.
         S[n][i] = exp2_approx(__fmul_rn(scale_log2, S[n][i]) - m_new);
         l[r] += S[n][i];
       }

@@ -18,7 +18,7 @@
 //   D           the head_dim: 32, 64, 96 or 128; 256 with Br = 64, for lack of registers
 //   Br          queries of a tile, 32 or a multiple of 64: 128, as FlashAttention-2 has it
 //   Bc          keys of a tile, a multiple of 32: 128, or 64 where D is large
-//   FEW_MASKS, LONGEST_FIRST, SECTIONS    1, or 0 to switch the idea off that names it
+//   FEW_MASKS, LONGEST_FIRST, SECTIONS    1, or 0 to switch off the idea of that name above
 //
 // The GPUs of rung 4. Needs ptx.cuh.
 // Launch: grid ceil(Nq / Br) * H * B, block 128 threads (2 * Br if Br < 64), 2 * (Br + 2 * Bc) * D bytes of
@@ -160,7 +160,7 @@ __device__ void probabilities(uint32_t (&A)[4], float (&l)[2], const float (&nea
   float P[8];
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    // The product is rounded before the subtraction. As one FMA it would not be, although m was; then the
+    // The product is rounded before the subtraction, because m was rounded. One FMA would not round it: the
     // exponent of the maximum would not be 0, and for scores of 1e11 P would be infinite.
     P[e] = exp2_approx(__fmul_rn(scale_log2, e < 4 ? near[e] : far[e - 4]) - m[e / 2 % 2]);
     l[e / 2 % 2] += P[e];

@@ -10,8 +10,8 @@
 //
 // The idea: nobody waits for all the others. Shared memory has a few stages for tiles, each with two
 // barriers, "full" and "empty". A warpgroup may be one block of keys ahead of another, and the tensor cores
-// then work for one while the other computes exponentials. The producer needs few registers, and setmaxnreg
-// gives those that it leaves to the consumers.
+// then work for one while the other computes exponentials. The producer needs few registers. setmaxnreg gives
+// the others to the consumers.
 //
 // Parameters, which are macros:
 //   T         bf16 or fp16: the type of q, k, v and out
@@ -34,8 +34,8 @@ constexpr int BOX = D % 64 ? 1 : SLABS;  // slabs that one copy brings
 static_assert(Br % 64 == 0 && Br <= 192 && Bc % 16 == 0,
               "1 to 3 warpgroups: more would wait for registers for ever");
 constexpr int WARPGROUPS = Br / 64;      // consumers; each has 64 rows of Q
-// The multiprocessor has 64K registers for 128 * (WARPGROUPS + 1) threads. The consumers get what the
-// producer leaves.
+// The multiprocessor has 64K registers for 128 * (WARPGROUPS + 1) threads. The consumers get those
+// that the producer does not need.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 56 : WARPGROUPS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 256 : WARPGROUPS == 2 ? 240 : 160;
 

@@ -7,14 +7,14 @@
 //                S while the second product runs.
 //   PINGPONG     The warpgroups start their products one after the other, so that the exponentials of one run
 //                while the products of another do.
-//   PERSISTENT   One block a multiprocessor takes tile after tile. The last O += P V of a tile starts with
+//   PERSISTENT   One block a multiprocessor computes tile after tile. The last O += P V of a tile starts with
 //                the first S of the next tile (unless SKIP skips that block), and the stores of O run during
 //                these products, so that the tensor cores do not wait between two tiles.
 //   LAZY         O is rescaled only when the maximum of some row has grown by more than 8 in log2. Until then
 //                P is at most 2^8, which does no harm. (FlashAttention-4, 2603.05451.)
 //   SKIP         A warpgroup skips the blocks of keys that none of its own 64 rows sees, and all blocks if
 //                its rows lie beyond the last query.
-//   WIDE_STORES  The 4 lanes of a quad exchange what they hold of a row, so that each lane stores 16 bytes at
+//   WIDE_STORES  The 4 lanes of a quad exchange their parts of a row, so that each lane stores 16 bytes at
 //                once instead of 4 bytes four times.
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
@@ -51,8 +51,8 @@ constexpr int V_SLAB = Bc * 128;           // bytes of a slab of V, the `leading
 static_assert(Br % 64 == 0 && Br <= 192 && Bc % 16 == 0,
               "1 to 3 warpgroups: more would wait for registers for ever");
 constexpr int WARPGROUPS = Br / 64;        // consumers; each has 64 rows of Q
-// The multiprocessor has 64K registers for 128 * (WARPGROUPS + 1) threads. The consumers get what the
-// producers leave.
+// The multiprocessor has 64K registers for 128 * (WARPGROUPS + 1) threads. The consumers get those
+// that the producers do not need.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 56 : WARPGROUPS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 256 : WARPGROUPS == 2 ? 240 : 160;
 
@@ -95,9 +95,9 @@ template <int DEPTH, int ROWS> struct Ring {
   // The consumers: waits until the next tile has come.
   __device__ void wait() const { barrier_wait(full + stage(), parity()); }
 
-  // The same, and returns the tile's descriptor; only V needs to say its `leading`. The descriptor of the
-  // first stage is the same in every step, so the compiler computes it once, and what is left to do before a
-  // product can start is an addition.
+  // The consumers: waits, and returns the tile's descriptor; only V needs a `leading`. The descriptor of the
+  // first stage is the same in every step. So the compiler computes it once, and only an addition is left to
+  // do before a product can start.
   __device__ uint64_t get(int leading = 16) const {
     wait();
     return descriptor(tiles, leading, 1024) + unsigned(stage()) * (ROWS * 128 * SLABS / 16);
@@ -120,8 +120,8 @@ template <int DEPTH, int ROWS> struct Ring {
   }
 };
 
-// The warpgroups' turns. Warpgroup w waits at the named barrier 1 + w until the warpgroup before it arrives
-// there; the one that arrives does not wait.
+// The warpgroups' turns (ping-pong). Warpgroup w waits at the named barrier 1 + w until the warpgroup before
+// it arrives there; the one that arrives does not wait.
 struct Turn {
   int mine, next;
   __device__ Turn(int w) : mine(1 + w), next(1 + (w + 1) % WARPGROUPS) {}
@@ -257,7 +257,7 @@ __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D 
 struct Problem {
   int Nq, Nk;
   int tiles;      // of all heads
-  int section;    // heads whose tiles are taken together
+  int section;    // heads whose tiles are interleaved
   int alternate;  // whether every other section begins with its shortest tiles
 };
 
@@ -332,8 +332,8 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
   // The blocks of keys are visited from the last to the first, so that the masked ones come first.
   if (threadIdx.x < 128) {
     registers_decrease<PRODUCER_REGISTERS>();
-    // K, V and Q have a producer each. If one thread loaded all of them, the next K would have to wait until
-    // there is room for the V before it, and Q until there is room for both.
+    // K, V and Q have a producer each. If one thread loaded all three, the next K would have to wait until
+    // there is a stage for the V before it, and Q until there is one for both.
     int producer = uniform(threadIdx.x / 32);  // the first thread of warp 0 loads K, of 1 V, of 2 Q
     auto produce = [&](const Tile& tile) {
       int head = tile.head % H, batch = tile.head / H;
@@ -355,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     int w = uniform(threadIdx.x / 128 - 1);  // the number of the warpgroup
     int i = 64 * w + row();                  // this thread's first row of the tile
     float scale_log2 = scale * 1.44269504f;  // times log2(e), because exp is computed as a power of 2
-    // consume_first sets m and l. But if they began undefined, ptxas would order the instructions of the loop
-    // in another way, which is 3 % slower at D = 64.
+    // consume_first sets m and l. But if they were undefined here, ptxas would order the instructions of the
+    // loop in another way, which is 3 % slower at D = 64.
     float S[Bc / 2], O[D / 2] = {}, m[2] = {}, l[2] = {}, alpha[2];
     uint32_t P[Bc / 16][4];
     Turn turn(w);
@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       K.release();
     };
     auto finish_output = [&] {
-      // ptxas moves this wait in between the exponentials, so that conversions run beside the rest of them.
+      // ptxas moves this wait into the exponentials, so that conversions run beside those that follow it.
       wgmma_wait<0>();
       V.release();
     };
@@ -390,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       to_operand(P, S);
       if (grown) rescale(O, alpha);
     };
-    // A tile's first block: m and l start again, while O may still be that of the tile before.
+    // A tile's first block of keys: m and l start again, while O may still belong to the tile before.
     auto consume_first = [&](const Tile& tile, auto beside, uint64_t Q_i) {
       start(Q_i, beside);
       if (tile.needed > tile.unmasked) mask(S, (tile.needed - 1) * Bc, tile.first + i, Nq, Nk);
@@ -400,9 +400,9 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (beside.value) finish_output();
       to_operand(P, S);
     };
-    // A block of keys that this warpgroup does not need. The warpgroup waits for K and V all the same: it
-    // must not release a stage before the tile has come, because its arrival would count for the tile before
-    // in that stage. It also waits for its turn and passes it on, because the others expect one turn of every
+    // A block of keys that this warpgroup does not need. It waits for K and V nevertheless: if it released a
+    // stage before the tile has come, its arrival would count for the tile that was in that stage before. It
+    // also waits for its turn and passes the turn on, because the other warpgroups expect one turn of each
     // warpgroup for each block.
     auto skip = [&] {
       K.skip();
@@ -410,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       V.skip();
     };
 
-    // The rows of a tile leave the chip, whose m and l were these, and O begins again.
+    // Stores the finished tile with its m and l, and sets O to 0 for the next tile.
     auto finish = [&](const Tile& done, float (&m_done)[2], float (&l_done)[2]) {
       int64_t first = int64_t(done.head) * Nq;
       store_rows(out + first * D, lse + first, O, m_done, l_done, done.first + i, Nq, scale);
@@ -435,8 +435,8 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       __syncwarp();  // lanes of a warp without a product may still be inside Q.get()
       Q.release();
 
-      // O of this tile's last block is started beside S of the next tile's first block; or alone, if that
-      // block is skipped or there is no next tile.
+      // The last product O += P V of this tile starts together with the first S of the next tile. It starts
+      // alone if there is no next tile, or if the next tile skips its first block.
       Tile done = tile;
       float m_done[2] = {m[0], m[1]}, l_done[2] = {l[0], l[1]};
       n = tile_number(++round);

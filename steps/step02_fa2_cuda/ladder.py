@@ -43,8 +43,8 @@ class Kernel:
     emulated_choices: tuple = ()  # the same in the emulation, where every tile costs seconds to compile
     # Of a backward:
     in_order: bool = False  # whether blocks can add to dq in a fixed order, so that it is bit-equal from run to run
-    zeroes_dq: bool = False  # attention_delta takes a tile of queries, and also sets its dq_sum to 0
-    dq_by_tile: bool = False  # attention_dq takes a tile of queries, and not 1024 numbers of dq
+    zeroes_dq: bool = False  # a block of attention_delta computes a tile of queries, and also sets its dq_sum to 0
+    dq_by_tile: bool = False  # a block of attention_dq computes a tile of queries, and not 1024 numbers of dq
     adds_to_dq: bool = False  # attention_backward adds to dq itself, so that there is no dq_sum and no attention_dq
     repeats_heads: bool = False  # k and v are repeated, one K/V head for each query head
     tile_of_forward: bool = False  # the tile that a call names for the forward is used here, too
@@ -105,7 +105,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a launch is made for: the row, the sizes of the tensors, the tile."""
+    """The input of a launch spec: the row, the sizes of the tensors, the tile."""
 
     row: Kernel
     B: int
@@ -125,7 +125,7 @@ class Problem:
     switches: tuple = ()  # pairs (macro, value)
 
     def queries(self):
-        """What a tensor like q is: (shape, dtype, device)."""
+        """(shape, dtype, device) of a tensor like q."""
         return (self.B, self.H, self.Nq, self.D), self.dtype, self.device
 
     @cached_property
@@ -143,10 +143,10 @@ class Problem:
 
     @cached_property
     def heads_apart(self):
-        """Whether a block of the backward takes one query head, and not all that use a K/V head.
+        """Whether a block of the backward computes one query head, and not all query heads of a K/V head.
 
-        That gives more blocks, but dk and dv in parts. It is done where it saves a quarter of the rounds in which the
-        GPU works on the blocks, and always if k and v are repeated.
+        Then there are more blocks, but dk and dv come in parts. So it is done only where it saves a quarter of the
+        rounds in which the GPU works on the blocks, and always if k and v are repeated.
         """
         group, blocks = self.H // self.Hk, self.key_tiles * self.Hk * self.B
         together, apart = group * -(-blocks // self.processors), -(-group * blocks // self.processors)
@@ -223,7 +223,7 @@ def two_stages(D, Br, Bc):
 
 
 def hopper_stages(D, Br, Bc):
-    """As many as fit: Q twice up to head_dim 128; K and V three times up to head_dim 64, otherwise twice."""
+    """As many stages as fit: Q two up to head_dim 128, else one; K and V three up to head_dim 64, else two."""
     return swizzled_tiles(2 if D <= 128 else 1, 6 if D <= 64 else 4, D, Br, Bc)
 
 
@@ -257,7 +257,7 @@ def hopper_backward_macros(problem):
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-# Up to so many numbers of Q a head is short: rung hopper's backward has a third buffer then, and may be persistent.
+# A head with so many numbers of Q or fewer is short: rung hopper's backward has a third buffer and may be persistent.
 SHORT_HEAD = 2**17
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
@@ -270,7 +270,7 @@ FA2_BACKWARD = {32: (128, 128), 64: (128, 128), 96: (64, 128), 128: (64, 128), 2
 FA2_BACKWARD_SMALL = {32: (64, 64), 64: (64, 64), 96: (64, 64), 128: (32, 64), 256: (32, 32)}
 FA2_BACKWARD_SMALLEST = same((32, 32), FA2_BACKWARD)
 
-# What rows have in common.
+# What several rows have in common.
 WARPS_OF_MMA = dict(
     threads=warps_of_16_rows, loads="16 bytes", macros=forward_macros,
     choices=((64, 64), (32, 64), (64, 32)), emulated_choices=((64, 64),),

@@ -39,10 +39,10 @@ class Compiled:
 def compile(file: Path, macros: dict, arch: str) -> Compiled:
     """The file's kernels for one GPU architecture, such as "sm_90a".
 
-    macros: {"D": 64, ...}. The result is kept on disk under a hash of the source, the macros, the architecture and the
-    compiler. Raises RuntimeError where a kernel spills more than the budget in its header allows, or where ptxas makes
-    wgmma instructions wait for each other. Such kernels would run, but several times slower. The error's attribute
-    `usage` is {kernel: Usage}.
+    macros: {"D": 64, ...}. The result is cached on disk under a hash of the source, the macros, the architecture and
+    the compiler. Raises RuntimeError where a kernel spills more than the budget in its header allows, or where ptxas
+    makes wgmma instructions wait for each other. Such kernels would run, but several times slower. The error's
+    attribute `usage` is {kernel: Usage}.
     """
     from cuda.bindings import nvrtc
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Plans: what is prepared once for a layout of inputs and kept, so that a later call only hands over new addresses.
+"""Plans: what is prepared once for a layout of inputs and cached, so that a later call only passes new addresses.
 
     Plan                     the launches of one layout, and which of the inputs have to be copied before each call
-    attend, differentiate    a forward and a backward by a plan, with the memory for what they compute
-    bind, launch_all         works as launches, on a GPU or in the emulation
+    attend, differentiate    a forward and a backward by a plan, with the memory for their results
+    bind, launch_all         launch specs (Work) as launches, on a GPU or in the emulation
 """
 
 from ctypes import c_void_p
@@ -54,10 +54,10 @@ def differentiate(plan, dout, q, k, v, out, lse):
 
 
 def differentiate_keys(plan, sums, tensors):
-    """(dk, dv) (B, Hk, Nk, D) by a plan; what the keys give to dq is added to dq, or to dq_sum, in `sums`."""
+    """(dk, dv) (B, Hk, Nk, D) by a plan; the keys' part of dq is added to dq, or to dq_sum, in `sums`."""
     problem, k = plan.problem, tensors["k"]
     B, _, Nk, D = k.shape
-    # A kernel that takes heads apart writes a part of dk and dv for each query head.
+    # If a block computes only one query head (heads_apart), the kernel writes a part of dk and dv for each query head.
     dk, dv = (k.new_empty(B, problem.gradient_heads, Nk, D) for _ in range(2))
     plan.run(tensors | sums | {"counters": zero_counters(problem), "dk": dk, "dv": dv})
     if problem.gradient_heads == problem.Hk:
@@ -66,7 +66,7 @@ def differentiate_keys(plan, sums, tensors):
 
 
 class Sums:
-    """What the parts of a backward hand on to each other, for one call's queries, padded to whole tiles of Br rows.
+    """The tensors that the parts of a backward share, for one call's queries, padded to whole tiles of Br rows.
 
     tensors: {name: a float32 tensor}. lse_2 (B, H, rows): lse in base 2. delta (B, H, rows): the row sums of
     dout * out. dq_sum (B, H, rows, D): the sum over keys that becomes dq, in the order of the kernel's registers.
@@ -133,7 +133,7 @@ def emulate(work, tensors):
 
 
 def view_and_box(x, rows):
-    """What a tensor map is made of by which the copy engine moves `rows` rows of one head of x (B, H, N, D).
+    """(view, box) of a tensor map by which the copy engine moves `rows` rows of one head of x (B, H, N, D).
 
     In shared memory they lie as ceil(D / 64) slabs of 128-byte rows. A kernel's coordinates are (0, row, 0, head,
     batch). If 64 does not divide D, a copy brings one slab, and the coordinates are (64 * slab, row, 0, head, batch).

@@ -372,10 +372,11 @@ __device__ inline float exponent_factor(float m, float scale_log2) {
 }
 
 // lse in base 2 for the backward's P = 2^(scale_log2 * S - lse_2), which is at most 1. lse_2 and the product
-// have gone through four roundings, so that their difference may be wrong by 2^-22 of them. From 2^24 on
-// lse_2 is reduced by as much. Then P, which the kernels limit to 1, is 1 for a row's largest score and never
-// infinite, also where several keys share that score: neighbouring float32 numbers are so far apart there
-// that lse does not tell how many they are. A row that saw no key gets P = 0.
+// have been rounded four times, so that their difference may be wrong by 2^-22 of them: by 8 if lse_2 is
+// 2^25. So from 2^24 on lse_2 is reduced by as much, to 2^25 - 8. Then P, which the kernels limit to 1, is 1
+// for a row's largest score and never infinite. It is 1, too, for each of several keys that share that score:
+// neighbouring float32 numbers are so far apart there that lse does not depend on the number of these keys. A
+// row that saw no key gets P = 0.
 __device__ inline float lse_in_base_2(float lse) {
   float lse_2 = lse * 1.4426950408889634f;
   if (lse == -INFINITY) return INFINITY;

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Launches as data: file, kernel, arguments and grid of every launch of a rung, read from its row in ladder.py.
+"""Launches as data (launch specs): file, kernel, arguments and grid of each launch of a rung, by its row in ladder.py.
 
-    problem_of                                 what a call on these tensors is about
+    problem_of                                 the sizes and options of a call on these tensors
     forward_works, backward_works              all launches of a forward, and of a backward
     delta_works, gradient_works, dq_works      those of the parts of a backward
 
-Nothing is launched here. plan.py does that; who wants another launch changes a Work with dataclasses.replace first.
+Nothing is launched here; plan.py does that. For another launch, change a Work with dataclasses.replace first.
 """
 
 import functools
@@ -27,7 +27,7 @@ MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and som
 
 @dataclass(frozen=True)
 class Work:
-    """One launch of one kernel. An argument is the name of a tensor, a Box of one, or a ctypes value."""
+    """The spec of one launch of one kernel. An argument is a tensor's name, a Box of a tensor, or a ctypes value."""
 
     file: Path
     kernel: str
@@ -112,9 +112,9 @@ def copy_needed(problem, name, x):
 def can_read(row, name, x):
     """Whether the kernel can read x where it lies.
 
-    Rows have to be contiguous, and no tensor one that torch negates only when it reads it, such as z.conj().imag. Loads
-    of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes, and the copy engine refuses
-    strides of 0. The stride of a dimension of size 1 does not matter.
+    It cannot where rows are not contiguous, or where torch negates a tensor only when torch reads it, such as
+    z.conj().imag. Loads of 16 bytes and the copy engine need every row to begin at a multiple of 16 bytes, and the copy
+    engine refuses strides of 0. The stride of a dimension of size 1 does not matter.
     """
     if x.is_neg():
         return False
@@ -130,9 +130,9 @@ def can_read(row, name, x):
 
 
 def strides_of(x):
-    """The strides of batch, head and row in elements. Where there is only one, its stride is that of whole rows.
+    """The strides of batch, head and row in elements. A dimension of size 1 gets the stride of whole rows.
 
-    A kernel computes the addresses of further rows too, which it does not read, and they have to be aligned.
+    A kernel also computes the addresses of rows beyond the last one. It does not read them, but they must be aligned.
     """
     strides = list(x.stride()[:3])
     for n, size in enumerate(x.shape[:3]):
@@ -170,7 +170,7 @@ def backward_works(problem, strides):
 
 
 def scalar_backward_works(problem, strides):
-    """Of a kernel that adds to dq itself: delta, then all gradients. k and v have as many heads as q here."""
+    """Delta, then all gradients, for a kernel that adds to dq itself. Here k and v have as many heads as q."""
     H, Nq, Nk = c_int(problem.H), c_int(problem.Nq), c_int(problem.Nk)
     arguments = *strided(("dout", "out"), strides), "delta", c_int(problem.B), H, Nq
     blocks = -(-problem.B * problem.H * problem.Nq // DELTA_THREADS)
@@ -196,7 +196,7 @@ def delta_works(problem, strides):
 
 
 def gradient_works(problem, strides):
-    """dk and dv of the keys, and what the keys give to dq."""
+    """dk and dv of the keys, and the keys' part of dq."""
     numbers = *heads_and_lengths(problem), c_float(problem.scale), c_int(problem.causal)
     sums = "lse_2", "delta", "dq_sum"
     counters = ("counters",) if problem.row.in_order else ()
@@ -236,7 +236,7 @@ def work(problem, kernel, arguments, grid, block=None, shared_bytes=None):
 
 
 def strided(names, strides):
-    """Tensors, each with its strides, as a kernel takes them that computes addresses itself."""
+    """Tensors, each with its strides, for a kernel that computes addresses itself."""
     arguments = []
     for name in names:
         arguments += [name, *map(c_longlong, strides[name])]

@@ -41,7 +41,7 @@ QUERIES_TILES = {
 
 
 def products(x):
-    """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
+    """How matrices like x are multiplied; fwd_0_fused.py explains the words."""
     if x.element_size() == 2:
         return "16 bits"
     if triton.knobs.runtime.interpret or x.shape[-1] > 128:
@@ -110,9 +110,10 @@ def tile_gradients(S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2, MASKED: 
 def in_base_2(lse):
     """lse * log2(e) for P = 2^(c S - lse_2), and infinity for a row that saw no key, whose P is then 0.
 
-    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2. From 2^24 on lse_2 is made
-    smaller by as much. Then a row's largest score gets P = 1, to which `tile_gradients` limits it, also where several
-    keys share it: neighbouring float32 numbers are so far apart there that lse does not tell how many they are.
+    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2: by 8 if lse_2 = 2^25. So
+    from 2^24 on lse_2 is made smaller by as much, to 2^25 - 8 for example. Then a row's largest score gets an exponent
+    of at least 0, and `tile_gradients` limits its P to 1. Several keys that share the largest score get P = 1, too:
+    neighbouring float32 numbers are so far apart there that lse does not depend on the number of these keys.
     """
     lse_2 = lse * 1.4426950408889634
     size = tl.abs(lse_2)
@@ -133,9 +134,9 @@ def delta_kernel(
     row = i + tl.arange(0, Br)
     lse_i = load_numbers(lse, bh, i, Nq, Br)
     rows = bh.to(tl.int64) * Nq + row
-    # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are equal to the bit
-    # if all products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products, and no
-    # others, into the additions.
+    # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are bit-equal if all
+    # products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products into the
+    # additions, but not those of the other lanes.
     tl.store(delta + rows, tl.sum(tl.fma(dO, O, 0.0), 1), mask=row < Nq)
     tl.store(lse_2 + rows, in_base_2(lse_i), mask=row < Nq)
 

@@ -106,9 +106,10 @@ def tile_gradients(S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2, MASKED: 
 def in_base_2(lse):
     """lse * log2(e) for P = 2^(c S - lse_2), and infinity for a row that saw no key, whose P is then 0.
 
-    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2. From 2^24 on lse_2 is made
-    smaller by as much. Then a row's largest score gets P = 1, to which `tile_gradients` limits it, also where several
-    keys share it: neighbouring float32 numbers are so far apart there that lse does not tell how many they are.
+    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2: by 8 if lse_2 = 2^25. So
+    from 2^24 on lse_2 is made smaller by as much, to 2^25 - 8 for example. Then a row's largest score gets an exponent
+    of at least 0, and `tile_gradients` limits its P to 1. Several keys that share the largest score get P = 1, too:
+    neighbouring float32 numbers are so far apart there that lse does not depend on the number of these keys.
     """
     lse_2 = lse * 1.4426950408889634
     size = tl.abs(lse_2)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Rung 2, "gluon": dK, dV and dQ in one pass of five products, by roles that are written by hand.
+"""Rung 2, "gluon": dK, dV and dQ in one pass of five products, with warp specialisation written by hand.
 
     producer, one warp:               consumers, two warpgroups, 128 keys together:
       load K_j and V_j                  S^T = K_j Q_i^T of the first tile of queries
       for each tile of Br queries:      for each tile of Br queries:
-        wait until there is room          dP^T = V_j dO_i^T           P^T = exp2(S^T - lse) meanwhile
+        wait for an empty stage           dP^T = V_j dO_i^T           P^T = exp2(S^T - lse) meanwhile
         load Q_i, dO_i, lse, delta        dV += P^T dO_i              dS^T = P^T (dP^T - delta) meanwhile
                                           store dS^T, and meet the other warpgroup
                                           dQ_i = dS_i K_j   S^T of the next tile   dK += dS^T Q_i
@@ -12,20 +12,20 @@
 
 The idea: rung 1 computes S and dP twice, once for dK and dV and once for dQ, seven products where five are enough. Here
 they are computed once. The price is that dQ_i is summed in memory, by additions of float32 that the L2 cache makes in
-any order: dq changes in its last bits from run to run. Whoever needs it bit-equal takes rung 1. A thread adds 4
-numbers with one instruction, so dq has the order of the registers meanwhile, and dq_kernel sorts it at the end.
+any order: dq changes in its last bits from run to run. For a bit-equal dq there is rung 1. A thread adds 4 numbers
+with one instruction. So dq is stored in the order of the registers, and dq_kernel sorts it at the end.
 
-It is stage 02's bwd_3_hopper.cu in the words of Gluon, but for S^T, which is computed a step ahead, so that the tensor
-cores have work while dQ_i is added. What Gluon cannot say: that K_j stays in registers as an operand. It can be carried
-as pairs of numbers, which is done at D <= 64; at D = 128 registers are too few, even if S^T is not computed ahead. An
-arrival at a barrier makes the warps meet, and the compiler lets them meet before and after dS^T is stored: three
-barriers a step. Additions, and two roundings at a time, need a line of PTX each.
+It is stage 02's bwd_3_hopper.cu in Gluon, except that S^T is computed a step ahead, so that the tensor cores have work
+while dQ_i is added. Gluon cannot keep K_j in registers as an operand. It can keep K_j there as pairs of numbers, which
+is done at D <= 64; at D = 128 there are too few registers, even if S^T is not computed ahead. The compiler lets all
+warps wait for each other where they arrive at a barrier, and before and after dS^T is stored: three barriers a step.
+Additions, and two roundings at a time, need a line of PTX each.
 
 Left out, because it was slower: no producer; two consumers of 64 keys each with an mbarrier between them; the tiles of
-queries from the first to the last, where a causal mask makes every program begin with another one; dV after the warps
-have met; P rounded one by one, as the compiler does it by itself where P has two uses, on the unit that exp2 needs. Not
-faster: an arrival by a named barrier, which saves one of the three. Too few registers: dK += dS^T Q_i still running
-while the next step begins, which makes ptxas serialise all products.
+queries from the first to the last, so that with a causal mask every program begins with another one; dV after the
+barrier; P rounded one by one on the unit that exp2 needs, as the compiler does where P has two uses. Not faster: an
+arrival by a named barrier, which saves one of the three. Too few registers: dK += dS^T Q_i still running while the next
+step begins, which makes ptxas serialise all products.
 Spills: at most three words a step at D = 64, none at D = 128; some 20 before and after the steps.
 Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
 one program a multiprocessor. Needs torch, Triton 3.6 to 3.9 and a Hopper GPU; bwd_1_tma.py, fwd_3_gluon.py, replay.py.
@@ -92,8 +92,8 @@ def produce(inputs, rooms, keys, ready, place, span, lengths):
         row = b * H + h + g
         for passed in range(0, tiles - first):
             room, i = n % STAGES, (tiles - 1 - passed) * q.block_type.shape[2]
-            # When dS of step n - 2 is ready, step n - 3 has ended, whose tiles had this room. A wait names a phase by
-            # its parity, and a new barrier behaves as if the phase before phase 0 were complete.
+            # When dS of step n - 2 is ready, step n - 3 has ended, whose tiles were in this stage. A wait names a phase
+            # by its parity, and a new barrier behaves as if the phase before phase 0 were complete.
             mbarrier.wait(ready.index(n - 2 & 1), n - 2 >> 1 & 1)
             mbarrier.expect(full.index(room), 2 * q.block_type.nbytes + 2 * lse_2.block_type.nbytes)
             async_load(q, [b, h + g, i, 0], full.index(room), Q.index(room))
@@ -132,8 +132,8 @@ def add(dq, dQ):
     """Adds dQ to Br * D_pad numbers of dq in the order of the registers: a thread's next 4 numbers are neighbours."""
     row = gl.arange(0, dQ.shape[0], gl.SliceLayout(1, dQ.type.layout))
     column = gl.arange(0, dQ.shape[1], gl.SliceLayout(0, dQ.type.layout))
-    # Four numbers of a thread lie in rows 8 apart and in neighbouring columns. Their address is the same: it leaves
-    # row / 8 % 2 and column % 2 out. It is computed as a pointer, so that the compiler finds what is constant in it.
+    # Four numbers of a thread lie in rows 8 apart and in neighbouring columns. They share one address, which does not
+    # depend on row / 8 % 2 and column % 2. It is computed as a pointer, so that the compiler finds its constant terms.
     place = dq + (row // 16 * 1024 + row % 8 * 16)[:, None]
     place += (column // 64 * 4096 + column // 8 % 8 * 128 + column // 2 % 4 * 4)[None, :]
     gl.inline_asm_elementwise(
@@ -160,7 +160,7 @@ def load_pairs(K):
 
 @gluon.jit
 def scores(K, rooms, n):
-    """Starts S^T = K_j Q_i^T of step n, as soon as Q_i is there. K_j is in shared memory, or in pairs."""
+    """Starts S^T = K_j Q_i^T of step n, as soon as Q_i has come. K_j is in shared memory, or in pairs."""
     Q, dO, lse, delta, full = rooms
     Br: gl.constexpr = Q.shape[3]
     mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
@@ -244,8 +244,8 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, spa
     for g in range(group):  # the query heads that share this key head
         dq_g = dq + (b * H + h + g).to(gl.int64) * tiles * Br * D_pad
         for passed in range(0, tiles - masked):
-            # The maximum is always its first argument. Without it the compiler orders a step's instructions in another
-            # way, which takes up to 10 % longer at D = 128.
+            # The maximum is always the first argument. But without gl.maximum the compiler orders a step's instructions
+            # in another way, which takes up to 10 % longer at D = 128.
             t = gl.maximum(tiles - 1 - passed, masked)
             state = step(state, keys, rooms, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, False)
             n += 1
@@ -254,7 +254,7 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, spa
             state = step(state, keys, rooms, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, True)
             n += 1
     S, dK, dV = state
-    K.store((dK * scale).to(K.dtype))  # no product needs K_j and V_j any more: dK and dV leave from their rooms
+    K.store((dK * scale).to(K.dtype))  # no product needs K_j and V_j any more: dK and dV are stored from their place
     V.store(dV.to(V.dtype))
     hopper.fence_async_shared()  # TMA must see what was stored
     async_store(dk, [b, hk, j, 0], K_room.index(0))
@@ -264,12 +264,12 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, spa
 
 @gluon.jit
 def deal(tiles, causal, Nk, D_pad):
-    """This program's tile of keys and its head. First come the tiles 0 of a section of heads, then their tiles 1, ...
+    """This program's tile of keys and its head. The heads of a section are interleaved: all tiles 0, all tiles 1, ...
 
-    When causal, tiles differ in length, and those that come first are the longest. The more heads a section has, the
-    shorter are the last tiles of all, so that the multiprocessors end at nearly the same time. But K and V of a section
-    should fit into 32 MB of the L2 cache: 2^25 bytes, 4 for a number of K and one of V. Without a mask all tiles take
-    equally long, and heads come one by one.
+    When causal, tiles differ in length, and the longest ones come first. The more heads a section has, the shorter are
+    its last tiles, so that the multiprocessors end at nearly the same time. But K and V of a section should fit into 32
+    MB of the L2 cache: 2^25 bytes, 4 for a number of K and one of V. Without a mask all tiles take equally long, and
+    heads come one by one.
     """
     program = gl.program_id(0)
     tile, head = program % tiles, program // tiles

@@ -92,10 +92,10 @@ def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constex
 def factor_and_shift(m, scale_log2):
     """(f, f m) of P = 2^(f S - f m), two numbers a row; f is scale_log2 unless m is huge.
 
-    The compiler makes one fused multiply-add of f S - f m, in which f S is exact and f m was rounded before. At S = m
-    the exponent is then up to f m / 2^24 instead of 0, and P is infinite for scores of 1e11. So from 2^26 on f is the
-    power of two below scale_log2, whose products are exact. With either factor, neighbouring float32 scores of that
-    size differ by 2 or more in the exponent. That is no more than the error of the scores themselves.
+    The compiler makes one fused multiply-add of f S - f m, in which f S is exact, but f m was rounded before. At S = m
+    the exponent is then not 0, but up to f m / 2^24: up to 8 if f m = 2^27, and P is infinite for scores of 1e11. So
+    from 2^26 on f is the power of two below scale_log2, whose products are exact. With either factor, neighbouring
+    float32 scores of that size differ by 2 or more in the exponent, which is no more than the scores' own error.
     """
     power_of_two = (scale_log2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     small = tl.abs(m * scale_log2) < 67108864.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rung 2, "roles": rung 1, with its warps divided by the compiler into one that copies and two groups that compute.
+"""Rung 2, "roles": rung 1 with warp specialisation by the compiler: one warp copies, two groups of warps compute.
 
     for j in tl.range(begin, end, Bc, warp_specialize=True):
 
@@ -9,15 +9,15 @@ that a tile has come, and two groups of four warps wait for the signal and compu
 groups drift apart, so that one multiplies while the other one computes exponentials, and a tile of 128 x 128 fits into
 the registers.
 
-The compiler does this under conditions that it does not name. The kernel may have one loop only, so a mask has no place
-of its own: roles are used without a causal mask, where Nk is a multiple of Bc and head_dim is 65 to 128. Everything
-else takes two loops, as in rung 1, and the tiles of rung 1. Q, K and V need descriptors of two dimensions, one a head,
-which the kernel makes itself, and num_warps must be 4.
+The compiler does this under conditions that it does not report. The kernel may have only one loop, so there is none
+for tiles with a mask: roles are used without a causal mask, where Nk is a multiple of Bc and head_dim is 65 to 128. All
+other calls have two loops, as in rung 1, and the tiles of rung 1. Q, K and V need descriptors of two dimensions, one
+for each head, which the kernel makes itself, and num_warps must be 4.
 
-The trap: the compiler divides a tile's rows between the groups by adding 64 to the row number of the second one. A
-number that is the coordinate of a descriptor has been moved already. If the same number is also used to compute
-addresses, they are moved twice, and then half of lse is never written, without any message. Therefore rows are counted
-from the first row of the tile here: lse + i + row, with row < Nq - i.
+The trap: the compiler divides a tile's rows between the groups by adding 64 to the row number of the second group. It
+has already done so in a number that is the coordinate of a descriptor. If the same number is also used to compute
+addresses, 64 is added twice, and half of lse is never written, without any message. Therefore rows are counted from the
+first row of the tile here: lse + i + row, with row < Nq - i.
 
 Source: FlashAttention-2, Algorithm 1; the roles are FlashAttention-3's (section 3.1). Launch: grid
 (B * H * ceil(Nq / Br),). Left out: products and softmax of one group at the same time (rung 3). Needs torch, Triton
@@ -99,10 +99,10 @@ def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constex
 def factor_and_shift(m, scale_log2):
     """(f, f m) of P = 2^(f S - f m), two numbers a row; f is scale_log2 unless m is huge.
 
-    The compiler makes one fused multiply-add of f S - f m, in which f S is exact and f m was rounded before. At S = m
-    the exponent is then up to f m / 2^24 instead of 0, and P is infinite for scores of 1e11. So from 2^26 on f is the
-    power of two below scale_log2, whose products are exact. With either factor, neighbouring float32 scores of that
-    size differ by 2 or more in the exponent. That is no more than the error of the scores themselves.
+    The compiler makes one fused multiply-add of f S - f m, in which f S is exact, but f m was rounded before. At S = m
+    the exponent is then not 0, but up to f m / 2^24: up to 8 if f m = 2^27, and P is infinite for scores of 1e11. So
+    from 2^26 on f is the power of two below scale_log2, whose products are exact. With either factor, neighbouring
+    float32 scores of that size differ by 2 or more in the exponent, which is no more than the scores' own error.
     """
     power_of_two = (scale_log2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     small = tl.abs(m * scale_log2) < 67108864.0
@@ -135,7 +135,7 @@ def visit_keys(
         if MASKED:
             S = mask(S, i, j, Nq, K.N, CAUSAL, Q_i.shape[0], Bc)
         m, alpha, P = probabilities(m, S, scale_log2)
-        # With roles the groups that compute wait for V_j where it is loaded: as late as possible.
+        # With roles, the groups that compute wait for V_j here. So it is loaded as late as possible.
         V_j = load_tile(V, j, Bc, D, Q_i.shape[1], TMA)
         O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
         l = alpha * l + tl.sum(P, 1)
@@ -186,7 +186,7 @@ def is_aligned(x):
 
 
 def allocate(size, alignment, stream):
-    """Memory in which Triton keeps the descriptors that a kernel makes."""
+    """Memory for the descriptors that a kernel makes."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 

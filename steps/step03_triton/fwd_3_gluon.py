@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: MIT
-"""Rung 3, "gluon": the roles that the compiler gives out in rung 2, written by hand, and two products in flight.
+"""Rung 3, "gluon": the warp specialisation of rung 2, written by hand, and two products in flight.
 
     producer, one warp:                       consumers, two or three warpgroups of 64 query rows each:
       for each tile of queries:                 wait until K_n and V_(n-1) are there, and for the turn
-        wait until there is room; load Q        start S = Q K_n^T and, behind it, O += P V_(n-1)
+        wait for an empty stage; load Q         start S = Q K_n^T and, behind it, O += P V_(n-1)
         for each tile of Bc keys:               pass the turn on; wait until S is ready
-          wait until there is room              m, l and P from S, while O is still being computed
-          load K_n and V_(n-1)                  wait until O is ready; the room of K_n and V_(n-1) is free
+          wait for an empty stage               m, l and P from S, while O is still being computed
+          load K_n and V_(n-1)                  wait until O is ready; the stage of K_n and V_(n-1) is empty
                                                 O *= alpha
 
 The idea: Gluon is the layer below Triton in the same compiler. Here the kernel says which warps do what, where tiles
 lie in shared memory, when a copy or a product starts, and who waits for it. Triton waits for a tl.dot whose result the
-same iteration uses, so that no product runs beside the exponentials; here O is computed beside them. Tiles of keys are
+same iteration uses, so that no product runs during the exponentials; here O is computed during them. Tiles of keys are
 visited from the last one backwards, so that those that need a mask come first. A program computes several tiles of
 queries (scheduler.py), and loads the next one while it computes. Compared with stage 02's fwd_8_hopper.cu there is one
 producer, a tile's last product runs alone, and there is no lazy rescaling.
 
 At D <= 64 the exponentials take as long as the products. So three consumers share a multiprocessor there: while one
-waits for a product, two others compute. Each has 160 registers a thread, for which P goes around the loop in pairs of
-16-bit numbers.
+waits for a product, two others compute. Each has only 160 registers a thread. So P is carried from one step to the next
+as pairs of 16-bit numbers.
 
-What each idea brings, on H100 and H200 from 4k queries on: several tiles a program 2 to 8 %, if all programs get equal
-work, but with a mask a loss of up to 14 % if they do not (below 4k the gain is up to 23 %). Turns 3 to 5 % at D = 64,
-about 1 % at D = 128. A consumer that skips the tiles of keys that its own rows do not see 1 to 5 %, at D = 64. One sum
-of l at the end 0 to 3 %. K_n and V_(n-1) as a pair, with one wait and one arrival a step instead of two, 1 %.
-Left out, because it was not faster: a third tile of K and V; the wait for O behind the exponentials (2 to 5 % slower;
+    idea                                                                   gain on H100 and H200, from 4k queries on
+    several tiles a program, if all programs get equal work                2 to 8 %; below 4k queries up to 23 %
+    the same with a mask, if programs get unequal work                     a loss of up to 14 %
+    the consumers take turns (ping-pong)                                   3 to 5 % at D = 64, about 1 % at D = 128
+    a consumer skips tiles of keys that its own rows do not see            1 to 5 % at D = 64
+    one sum of l, at the end                                               0 to 3 %
+    K_n and V_(n-1) as a pair: one wait and one arrival a step, not two    1 %
+
+Left out, because it was not faster: a third tile of K and V; the wait for O after the exponentials (2 to 5 % slower;
 the compiler has to be forced); O *= alpha only where a maximum has grown; a producer each for K, V and Q; turns by
-mbarriers in place of named barriers. Spills: with three consumers 5 to 10 words in a step with a causal mask, else none
+mbarriers instead of named barriers. Spills: with three consumers 5 to 10 words in a step with a causal mask, else none
 inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (programs,), 9 or 13 warps, which the compiler fills up to
 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run
@@ -53,10 +57,10 @@ TILES = {64: (192, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the col
 SHORT = 2048  # queries below which three consumers are slower with a causal mask, because more of their tiles need it
 
 
-# A ring is (tiles, full, empty): room for a few tiles in shared memory, and two barriers for each. A phase of "full" is
-# complete when all bytes of a tile have come, one of "empty" when its readers have finished with the tile. Tile n has
-# room n % DEPTH and phase n // DEPTH; a wait names the phase by its parity. A new barrier behaves as if the phase
-# before phase 0 were complete, so that the producer does not wait for its first rooms.
+# A ring is (tiles, full, empty): a few stages in shared memory, each for one tile and with two barriers. A phase of
+# "full" is complete when all bytes of a tile have come, one of "empty" when its readers have finished with the tile.
+# Tile n is in stage (`room`) n % DEPTH and has phase n // DEPTH; a wait names the phase by its parity. A new barrier
+# behaves as if the phase before phase 0 were complete, so that the producer does not wait for its first stages.
 @gluon.jit
 def make_ring(x, DEPTH: gl.constexpr, READERS: gl.constexpr):
     tiles = gl.allocate_shared_memory(x.dtype, [DEPTH] + x.block_type.shape, x.layout)
@@ -78,8 +82,9 @@ def load(x, ring, n, where):
     async_load(x, where, full.index(room), tiles.index(room))
 
 
-# V_(n-1) is used beside K_n. So the two come and go as a pair, with the barriers of K's ring, and V has only rooms. The
-# first K comes with a V, and the last V with a K, that lie beyond the end of the keys and are not used.
+# V_(n-1) is used together with K_n. So the two are loaded and released as a pair, with the barriers of K's ring, and V
+# needs no barriers. The first K has no V, and the last V no K: a tile beyond the end of the keys stands for it, and is
+# not used.
 @gluon.jit
 def load_pair(k, v, K, V, n, where, where_before):
     """The producer: starts to copy K_n and V_(n-1)."""
@@ -126,16 +131,17 @@ def produce(q, k, v, Q, K, V, lengths, order, CAUSAL: gl.constexpr, Br: gl.const
             where = b, h // group, (blocks - 1 - tile) * Bc, 0
             load_pair(k, v, K, V, n + tile, where, before)
             before = where
-            if tile == 0:  # Q behind it, because the last product of the tile before waits for this pair
+            if tile == 0:  # Q after the pair, because the last product of the tile before waits for this pair
                 for w in gl.static_range(consumers):
                     load(q, Q, round * consumers + w, [b, h, i + 64 * w, 0])
         n += blocks
     load_pair(k, v, K, V, n, beyond, before)
 
 
-# The consumers take turns with their products, so that the exponentials of one run beside the products of the others.
-# A turn is a named barrier of the hardware, which PTX has and Gluon has not. Consumer w waits at its own until the one
-# before it arrives there, which does not wait. Triton itself uses the first few of the 16 barriers.
+# Ping-pong: the consumers start their products in turn, so that one computes exponentials during the products of the
+# others. A turn is a named barrier of the hardware, which Gluon does not offer, but PTX does. Consumer w waits at its
+# own barrier until the consumer before it arrives there; the one that arrives does not wait. Triton itself uses the
+# first few of the 16 barriers.
 @gluon.constexpr_function
 def named_barrier(instruction, w):
     return f"bar.{instruction} {13 + w}, 256; mov.b32 $0, $1;"
@@ -186,7 +192,7 @@ def in_pairs(P, dtype: gl.constexpr):
 
 @gluon.jit
 def out_of_pairs(x, dtype: gl.constexpr):
-    """The tile from its pairs. Not pure, so that the compiler does not do it early and carry 16-bit numbers instead."""
+    """The tile from its pairs. If it were pure, the compiler would do it early, and pass on 16-bit numbers instead."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=twice(dtype), is_pure=False, pack=1
     )  # fmt: skip
@@ -195,7 +201,7 @@ def out_of_pairs(x, dtype: gl.constexpr):
 
 @gluon.jit
 def start_output(O, P, V_n):
-    # P is in pairs until here: if 16-bit numbers went around the loop, ptxas would swap each of them twice.
+    # P is in pairs until here: if a step passed 16-bit numbers to the next, ptxas would swap each of them twice.
     P = out_of_pairs(P, V_n.dtype)
     P = gl.convert_layout(P, gl.DotOperandLayout(0, O.type.layout, 2))  # every number stays in its thread
     return warpgroup_mma(P, V_n, O, is_async=True)  # (64, D_pad)
@@ -283,7 +289,7 @@ def step(turn, state, Q_i, K, V, n, j, seen, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def last_product(state, K, V, n):
-    """(m, l, O): adds P V of tile n - 1, which comes with the next tile n. That one is not released, only looked at."""
+    """(m, l, O): adds P V of tile n - 1, which is loaded together with K of tile n. Tile n is not released here."""
     m, l, P, O = state
     get(K, n)
     return m, l, warpgroup_mma_wait(0, (start_output(O, P, at(V, n)),))
@@ -291,7 +297,7 @@ def last_product(state, K, V, n):
 
 @gluon.jit
 def skip(turn, K, n):
-    """Passes over tile n, of which this consumer's queries see no key. It takes its turn, as the others wait for it."""
+    """Skips tile n, of which this consumer's queries see no key. It takes its turn, because the others wait for it."""
     get(K, n)
     release(K, n)
     wait_turn(turn)
@@ -316,7 +322,7 @@ def store_lse(lse, lse_i, head, length, i, end):
 
 @gluon.jit
 def store_rows(out, where, Q, n, O, l):
-    """O / l leaves the chip from the room of Q's tile n, which is not needed any more."""
+    """Stores O / l. It goes through the stage of Q's tile n, which is not needed any more."""
     tile = Q[0].index(n % Q[0].shape[0])
     inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, O.type.layout))
     tile.reshape((64, O.shape[1])).store((O * inverse[:, None]).to(out.dtype))
@@ -376,8 +382,8 @@ def forward_kernel(
     Q_STAGES: gl.constexpr = 2 if q.block_type.shape[3] <= 128 else 1  # as many as there is memory for
     Q, K = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS)
     V = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
-    # The first function runs on the kernel's own 4 warps. The lists at the end have the warps of the others, and the
-    # registers that each of their threads asks for. The first function has the rest of the program's registers.
+    # The first function runs on the kernel's own 4 warps. The two lists at the end are for the other functions: their
+    # warps, and the registers of each of their threads. The first function gets the program's other registers.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (0, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),

@@ -5,12 +5,12 @@ The forward computes S = Q K^T, the backward S^T = K Q^T. Where the scores are h
 both sums are equal to the bit. On a GPU they are: a tensor core adds the products of a row and a column in the same
 order, whichever of the two factors is the left one. The interpreter multiplies with NumPy, which calls a BLAS, and on
 some processors that BLAS takes another order for S^T than for S. So the sums are computed in float64 here. There only
-the last bits depend on the order, and rounding to float32 takes them off, but for very few sums.
+the last bits depend on the order, and rounding to float32 removes them, except in very few sums.
 
-And in a kernel a tile has no truth value. Python computes `a and b` as b if a is true. To the interpreter every tile
-is true, so that it would silently forget a; the compiler computes a & b.
+Also, a tile in a kernel has no truth value here. Python computes `a and b` as b if a is true. To Triton's interpreter
+every tile is true, so that it would silently ignore a; the compiler computes a & b.
 
-And a kernel takes a third less time, see `call`. All this is for watched kernels alone, see memcheck.py.
+Also, a kernel takes a third less time, see `call`. All this is only for watched kernels, see memcheck.py.
 """
 
 import sys
@@ -35,7 +35,7 @@ def create_dot(self, a, b, d, *how):
 
 
 def truth(tile):
-    """What a number in a kernel is to Python's `if`; NoTruthValue for a tile, but not where Triton's own code asks."""
+    """The truth value of a number in a kernel. A tile raises NoTruthValue, except where Triton's own code asks."""
     if tile.handle.data.size > 1:
         if sys._getframe(1).f_globals["__name__"].partition(".")[0] == "triton":
             return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """compute-sanitizer's memcheck for Triton's interpreter: a load or store beside its tensor is an error that names it.
 
-The interpreter takes any address that a kernel computes. Beside a tensor lies mostly other memory of the same process,
-so a kernel that forgot a mask gives right numbers here, and an illegal access, or wrong numbers, on a GPU. Therefore
+The interpreter accepts any address that a kernel computes. The memory beside a tensor mostly belongs to the same
+process. A kernel without a needed mask then computes right numbers here, but fails or errs on a GPU. Therefore
 each launch notes which bytes belong to the tensors among its arguments, and all bytes of one load or store must lie
 within one of them. An access that lies wholly within another tensor of the launch is not seen, here as on a GPU.
 

@@ -8,12 +8,12 @@
         return (out,)
 
 Why: `kernel[grid](...)` looks at every argument anew, to find the compiled kernel that fits, and checks and encodes
-each descriptor anew. For a small call this takes longer than the GPU does. What it finds depends on the options, and on
-the dtypes, shapes, strides and alignment of the tensors only. They are the key under which a recording is cached.
+each descriptor anew. For a small call this takes longer than the GPU's work. The result depends only on the options and
+on the dtypes, shapes, strides and alignment of the tensors. They are the key under which a recording is cached.
 
-So the body of such a function runs once for each key. What it does with a tensor's numbers it does through the record:
-`launch` runs a kernel, and `derive` a function of torch. Triton's interpreter replays, too, in float32 where a tensor
-is bfloat16, which its NumPy does not have. Needs torch, Triton and cached.py.
+So the body of such a function runs once for each key. It computes with a tensor's numbers only through the record:
+`launch` runs a kernel, and `derive` a function of torch. Triton's interpreter replays, too. There bfloat16, which NumPy
+does not have, becomes float32. Needs torch, Triton and cached.py.
 """
 
 import functools
@@ -36,7 +36,7 @@ def replayed(function):
 
 
 def for_inference(function):
-    """The same of a function that nobody differentiates: it may be called where gradients are recorded."""
+    """The same for a function that nobody differentiates: it may be called where autograd records."""
     return Replayed(function, for_inference=True)
 
 
@@ -108,7 +108,7 @@ class Recording:
         self.narrow = {n: x.dtype for n, x in enumerate(tensors) if interpreted and x.dtype == torch.bfloat16}
         # A kernel reads what lies in memory. Torch negates z.conj().imag, for example, only when torch itself reads it.
         self.negative = [n for n, x in enumerate(tensors) if x.is_neg()]
-        # A recording tells its tensors apart, also where a caller gives one of them twice, as dout and as q.
+        # A recording must distinguish its tensors, also where a caller passes one of them twice, as dout and as q.
         distinct = [x.detach() if any(x is y for y in tensors[:n]) else x for n, x in enumerate(tensors)]
         self.tensors = self.readable(distinct)
         self.steps = []

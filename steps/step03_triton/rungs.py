@@ -10,7 +10,7 @@ from . import bwd_0_fused, bwd_1_tma, bwd_2_gluon, fwd_0_fused, fwd_1_tma, fwd_2
 
 @functools.wraps(bwd_2_gluon.backward, assigned=("__module__", "__name__"))
 def backward_of_gluon(dout, *tensors, tile=None, deterministic=False, **options):
-    """That of bwd_2_gluon.py, or of rung tma if dq has to be deterministic or head_dim is above 128.
+    """The backward of bwd_2_gluon.py, or of rung tma if dq has to be deterministic or head_dim is above 128.
 
     Both have tiles of their own, which the forward's `tile` does not change.
     """
@@ -28,8 +28,8 @@ def backward_for(dout, deterministic):
 backward_of_gluon.first = first_of_gluon
 
 
-# In the order in which a call that names no rung tries them. tma takes all that roles takes, so that roles only runs if
-# it is named.
+# In the order in which a call that names no rung tries them. Rung tma takes all inputs that rung roles takes. So rung
+# roles only runs if a call names it.
 RUNGS = {
     "gluon": (fwd_3_gluon.forward, backward_of_gluon),
     "tma": (fwd_1_tma.forward, bwd_1_tma.backward),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""How Gluon's persistent programs share the tiles of a forward: who computes which tile, and when.
+"""The tile scheduler of Gluon's persistent programs: which program computes which tile of a forward, and when.
 
     programs_for   how many programs there are, one for each multiprocessor; each computes a tile a round
     place          in the kernel: the tile of a program in a round
     order_of       at the launch: the order of a causal call's tiles, with which all programs get equal work
 
-A program that goes on with another tile loads it while it still computes the last one. But it cannot help another one
-that has longer tiles. So a causal call deals its tiles out one length after the other, and every other round in
-reverse: who had a longer tile gets a shorter one next. Needs torch and Triton.
+A program loads its next tile while it still computes the last one. But it cannot help a program that has longer tiles.
+So a causal call gives out tiles from long to short, in snake order: forwards in one round, backwards in the next. Then
+a program with a longer tile gets a shorter one next. Needs torch and Triton.
 """
 
 import torch
@@ -34,11 +34,11 @@ def rounds_of(order, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def place(round, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr, Bc: gl.constexpr):
-    """(b, h, i, blocks): in this round, the program computes the queries from i on, with so many tiles of keys.
+    """(b, h, i, blocks): in this round, the program computes the queries from i on, with `blocks` tiles of keys.
 
-    They are those of which a query of the tile sees a key, but at least one, in which all keys may be hidden.
-    order: (tiles of all heads, section, alternate). When causal, the longest tiles of a section of heads come first,
-    then their next ones, and so on; or the shortest first in every other section, if these alternate.
+    These are the tiles with a key that some of the queries see; if there is none, one tile, in which all keys are
+    hidden. order: (tiles of all heads, section, alternate). When causal, the longest tiles of all heads of a section
+    come first, then their next ones, and so on. If `alternate`, every other section begins with the shortest ones.
     """
     H, group, Nq, Nk = lengths
     tiles_of_all, section, alternate = order
@@ -64,8 +64,8 @@ def programs_for(device, tiles):
 def order_of(heads, Nq, Nk, Br, Bc, columns, programs):
     """(section, alternate) of a causal call, for `place`. columns: of a tile of K in shared memory.
 
-    A section should have 2^22 numbers of K, which share the L2 cache well. It has more where the programs would get
-    unequal work otherwise.
+    A section should have 2^22 numbers of K, which fit into the L2 cache well. It has more where otherwise the programs
+    would get unequal work.
     """
     section = max(1, 2**22 // max(1, Nk * columns))
     while True:
@@ -77,7 +77,7 @@ def order_of(heads, Nq, Nk, Br, Bc, columns, programs):
 
 
 def work_in_order(heads, Nq, Nk, Br, Bc, section, alternate):
-    """Of each tile of queries its tiles of keys, and one for its beginning and end; in the order of `place`."""
+    """For each tile of queries, in the order of `place`: its tiles of keys, plus one for its beginning and end."""
     tiles = triton.cdiv(Nq, Br)
     n = torch.arange(heads * tiles, device="cpu")
     first = n // (section * tiles) * section

@@ -21,14 +21,14 @@ def forward(plan, q, k, v):
 
 
 def backward(plan, dout, q, k, v, out, lse):
-    """(dq, dk, dv). It fetches the kv that a forward ended with, which is one hop more than autograd needs."""
+    """(dq, dk, dv). It first fetches the kv with which the forward ended: one hop more than under autograd."""
     with plan.mine.comm.together(), torch.no_grad(), contract.no_autocast(q):
         kv = plan.how["transport"].fetch_next(*map(contract.as_4d, (k, v)))
         return _backward(plan, dout, q, k, v, kv, out, lse)
 
 
 def _backward(plan, dout, q, k, v, kv, out, lse):
-    """(dq, dk, dv); k and v may be None where the transport keeps only kv, and dk and dv then have four dimensions."""
+    """(dq, dk, dv). k and v may be None if the transport needs only kv; dk and dv then have four dimensions."""
     lse = contract.as_4d(lse.unsqueeze(-1)).squeeze(-1)
     dout, q_4d, out = map(contract.as_4d, (dout, q, out))
     own = None if k is None else tuple(map(contract.as_4d, (k, v)))
@@ -39,7 +39,7 @@ def _backward(plan, dout, q, k, v, kv, out, lse):
 
 
 class Attention(torch.autograd.Function):
-    """out, differentiable once. It keeps the next rank's k and v, which saves the backward a hop."""
+    """out, differentiable once. It saves the next rank's k and v, so that the backward needs a hop less."""
 
     @staticmethod
     def forward(ctx, q, k, v, plan):

@@ -13,12 +13,12 @@ import torch
 
 
 def default_block(q, *, tile=None, alone=True, few=False):
-    """The block for queries like q. tile: whether the caller asked for tiles, which of the two only stage 03 takes.
+    """The block for queries like q. tile: whether the caller asked for tiles, which only stage 03 takes.
 
-    alone: whether the GPU's multiprocessors are all free for it. Where ranks share the work, NCCL's kernels, or fetch's
-    barrier and local copy, need some. A persistent kernel deals out its tiles beforehand, to one thread block a
-    multiprocessor: it waits for those that start late, and gives no multiprocessor back before its end.
-    few: whether the queries are few and the keys many. Stage 03 then divides the keys among the multiprocessors.
+    alone: whether the GPU's multiprocessors are all free for the block. With several ranks NCCL's kernels, or fetch's
+    barrier and local copy, need some. A persistent kernel fixes before the launch which thread block computes which
+    tiles. A block that starts late delays the kernel's end, and until then no multiprocessor is free.
+    few: whether the queries are few and the keys many. Stage 03 then splits the keys among the multiprocessors.
     """
     on_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
     if on_hopper and tile is None and not few and q.dtype in (torch.bfloat16, torch.float16):
@@ -39,7 +39,7 @@ class InOrder:
 
 
 class Hopper:
-    """Stage 02's rung hopper, with the backward in parts. persistent: whether the forward's kernel is."""
+    """Stage 02's rung hopper, with the backward in parts. persistent: whether the forward's kernel is persistent."""
 
     rung = "hopper"
 
@@ -67,7 +67,7 @@ class Hopper:
 
 
 class Sums:
-    """delta, lse and the float32 sum of dq, for all queries and, where a block needs only the late ones, for those."""
+    """delta, lse and the float32 sum of dq: for all queries, and for late queries if a block needs only these."""
 
     def __init__(self, hopper, dout, q, out, lse, scale):
         self.calls, self.saved = hopper.calls, (dout, q, out, lse)
@@ -90,7 +90,7 @@ class Sums:
     def start_late(self, first):
         """(where the tile with the row `first` begins, Sums from there on).
 
-        The rows before `first` in this tile get lse = -inf, which tells the kernel that they see no key.
+        The rows before `first` in this tile get lse = -inf, by which the kernel recognises rows that see no key.
         """
         dout, _, out, lse = self.saved
         tile = first - first % self.whole.problem.Br

@@ -5,8 +5,8 @@
     torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo --seq 2048
     python -m steps.step04_ring.demo --strategy star                     time, bytes and memory of one strategy
 
-Memory is the most that is held at a time beyond the inputs. On a GPU it is that of forward and backward, as torch's
-allocator says, which does not count what fetch shares; on a CPU that of the forward, by the formulas of account.py.
+Memory is the peak beyond the inputs. On a GPU it is the peak of forward and backward by torch's allocator, which does
+not count the memory that fetch shares; on a CPU it is that of the forward, by the formulas of account.py.
 Without a GPU the ranks are processes over gloo that share the CPU, and stage 00's tiles in plain torch compute a block,
 because Triton's interpreter would take minutes. For the comparison every rank also computes the whole sequence alone.
 """
@@ -26,7 +26,7 @@ from steps.step04_ring import SUPPORTS, Layout, forward, launch, ring_attention,
 from steps.step04_ring.ranks import environment
 from steps.step04_ring.strategies import account, one_device
 
-INTERPRETED = 256  # so many positions in 16 bits Triton's interpreter computes within some seconds
+INTERPRETED = 256  # positions in 16 bits that Triton's interpreter computes within some seconds
 NAMES = ("out", "lse", "dq", "dk", "dv")
 EXPECTED = (
     "             says nothing about GPUs: these ranks are processes that share the cores of one CPU.\n"
@@ -215,7 +215,7 @@ def synchronize():
 
 
 def allocated(call):
-    """Bytes that the call holds on a GPU at its peak beyond its inputs; its result is among them."""
+    """The call's peak memory on a GPU in bytes, without its inputs, with its result."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()

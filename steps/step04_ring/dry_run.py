@@ -5,9 +5,9 @@
         ranks with the same work (rows, keys, causal) in this step      one call of the block, a rank is a batch entry
         merge into these ranks' (out, lse); in the backward, add to dq, and to dK, dV of the keys' owner
 
-The idea: who computes what is asked of `Layout.work`, as the ring itself does, so that this cannot differ from the ring
-in it. In a step there are only a few kinds of work, whatever the number of ranks. So 1024 ranks take 1024 steps and not
-1024^2 blocks. Left out: messages, and with them all that can go wrong. Needs layout.py, merge.py, numpy and torch.
+The idea: `Layout.work` says who computes what, here as in the ring itself, so that the two cannot differ in it. In a
+step there are only a few kinds of work, whatever the number of ranks. So 1024 ranks take 1024 steps and not 1024^2
+blocks. Left out: messages, and all that can go wrong with them. Needs layout.py, merge.py, numpy and torch.
 """
 
 import math
@@ -37,7 +37,7 @@ def work_table(layout):
 
 
 def sources(layout, pass_):
-    """(N steps, N ranks): whose keys a rank has in a step. The backward runs in the opposite direction."""
+    """(N steps, N ranks): the rank whose keys a rank has in a step. The backward runs in the opposite direction."""
     step, rank = np.arange(layout.N)[:, None], np.arange(layout.N)[None, :]
     return (rank - step if pass_ == "fwd" else rank + 1 + step) % layout.N
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The stage's public functions. A call is checked, agreed on by all ranks, planned, and then computed:
 
-    check        what this rank finds by itself: wrong arguments, or its part of the work
+    check        what this rank can find alone: wrong arguments, or its part of the work
     agree        the ranks compare their calls (ranks/agree.py)
     make         which block computes, and how K and V travel (plan.py)
     the passes   ring.py's loops, and autograd around them (autograd.py)
@@ -47,7 +47,7 @@ SUPPORTS = {
 
 
 def uncompiled(function):
-    """The function, of which torch.compile makes no graph: it would trace the exchanges among the ranks."""
+    """The function, excluded from torch.compile, which would trace the exchanges among the ranks."""
 
     @functools.wraps(function)
     def call(*tensors, **options):
@@ -71,8 +71,8 @@ def forward(
     group: a process group; by default the world, or this process alone.
     block: an object with forward and backward of one block, as ring.py describes it. The default is stage 02's rung
     hopper on an H100 or H200 in bfloat16 and float16, otherwise steps.step03_triton; tile (Br, Bc) is passed to it.
-    S: the length of the whole sequence. Without S the ranks compare their arguments at every call, which also adds up
-    S. With S the host waits for that only the first time that it sees these shapes and options; see agree.py.
+    S: the length of the whole sequence. Without S the ranks exchange their arguments at every call, to compare them
+    and to add up S. With S the host waits for this only at the first call with these shapes and options; see agree.py.
     transport: "relay", from neighbour to neighbour; or "fetch", out of the owner's memory (see relay.py and fetch.py).
     The default is fetch where every rank has a GPU of its own on one host.
     In a CUDA graph: give S, call once to warm up, and then capture the call with
@@ -80,7 +80,7 @@ def forward(
     lacking: options of other stages, such as window; each raises NotImplementedError that names who has it.
     Collective: every rank of the group must call. Raises TypeError, ValueError or NotImplementedError before anything
     is computed, RingError when a neighbour fails.
-    A block may raise on one rank, for want of memory say. This rank then still passes on what the others wait for, and
+    A block may raise on one rank, for lack of memory say. This rank then still sends what the others wait for, and
     raises the block's exception. Over gloo the others raise RingError, which names the rank and quotes the exception.
     Over NCCL, where no host waits for another, they print that line: their out is right, and their gradients are NaN
     where the rank's part is missing. In both cases the next call is right if all ranks make it.
@@ -100,7 +100,7 @@ def backward(
 ):  # fmt: skip
     """Gradients (dq, dk, dv) of this rank's positions, from dout, and from out and lse as `forward` gave them.
 
-    It makes one hop more than the backward of `attention`, which has kept the k and v that the forward ended with.
+    It makes one hop more than the backward of `attention`, which saves the k and v with which the forward ended.
     deterministic: whether they have to be bit-equal from run to run, as they always are if the block's are.
     """
     if lacking:
@@ -116,7 +116,7 @@ def attention(
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
     deterministic=False, **lacking
 ):  # fmt: skip
-    """out of `forward`, differentiable once. It keeps the next rank's k and v, which saves the backward a hop.
+    """out of `forward`, differentiable once. It saves the next rank's k and v, so that the backward needs a hop less.
 
     Autocast does not change the dtype, neither of the ring nor inside the block.
 
@@ -151,7 +151,7 @@ class Call:
         return self.group if given else dist.group.WORLD
 
     def key(self, *tensors):
-        """All that the plan of the call with these tensors depends on; None if one of them is no tensor, say."""
+        """The key of the plan for this call and these tensors; None if one of them is no tensor, for example."""
         key = key_of(tensors, vars(self) | {"group": None, "block": None})
         return key and (*key, self.among, id(self.block))
 
@@ -174,7 +174,7 @@ def plan_of(call, q, k, v, saved=()):
 
 
 def check(call, q, k, v, saved):
-    """What this rank finds of the call. A problem is raised after the other ranks have heard of it."""
+    """What this rank can find alone: its part of the work, or a problem, which is raised once all ranks know it."""
     comm, layout, work = comm_of(call.group), None, None
     try:
         checks.check_flag("deterministic", call.deterministic)

@@ -2,19 +2,20 @@
 """The transport "fetch": each rank copies K and V from the memory of their owner, and dK and dV into it.
 
     beside the computation, on a stream of its own            the computation
-    own k, v into the memory that all ranks can read
+    copy own k, v into the memory that all ranks can read
     barrier: the k, v of every rank are there
     copy K, V of the next two ranks into two buffers          waits for each copy, computes the block
     backward: copy dK, dV into a slot of their owner          adds the slots after the last barrier
-    barrier: every rank has copied all that it wanted
+    barrier: every rank has ended all of its copies
 
-The idea: no K and V wait for a neighbour, and copies from another GPU take no multiprocessor: copy engines make them.
+The idea: no copy of K and V waits for a neighbour, and copies from another GPU need no multiprocessor, because copy
+engines make them.
 dK and dV travel once, in the dtype of k. Their owner adds all parts in float32 in the order of the ranks, so that the
 sum is bit-equal from run to run.
 
-What it gives up: all ranks are on one host, each with a GPU of its own. torch.distributed._symmetric_memory is alpha
-and may change. The N - 1 slots grow with the sequence, where the sums of the relay do not. Do not use it across hosts,
-or on many ranks with little memory. Multicast is never used. Needs layout.py, merge.py and ranks/side.py.
+The price: all ranks are on one host, each with a GPU of its own. torch.distributed._symmetric_memory is alpha and may
+change. The N - 1 slots grow with the sequence, unlike the sums of the relay. Do not use it across hosts, or on many
+ranks with little memory. Multicast is never used. Needs layout.py, merge.py and ranks/side.py.
 """
 
 import math
@@ -26,7 +27,7 @@ from .merge import add
 class Fetch:
     """The copies of the calls with one layout on one ring. side: a Side, which the calls of a process group share."""
 
-    keeps_own = True  # a backward copies this rank's k and v once more to where the others read them
+    keeps_own = True  # a backward copies this rank's k and v into the shared memory once more
 
     def __init__(self, layout, comm, side):
         self.layout, self.rank, self.size, self.side = layout, comm.rank, comm.size, side
@@ -37,16 +38,16 @@ class Fetch:
         return Trip(self, k, v, [(self.rank - step) % self.size for step in range(self.size)])
 
     def backward(self, kv, own):
-        """A Trip over (src, kv), src = rank + 1, ..., rank, which takes dK and dV. kv: what `forward` ended with."""
+        """A Trip over (src, kv), src = rank + 1, ..., rank, which sends dK and dV. kv: the last one of `forward`."""
         order = [(self.rank + 1 + step) % self.size for step in range(self.size)]
         return Trip(self, *own, order, {} if kv is None else {order[0]: kv}, with_slots=True)
 
     def fetch_next(self, k, v):
-        """None: a backward that has not kept the last K and V fetches them itself."""
+        """None: a backward without the last K and V fetches them itself."""
 
 
 class Trip:
-    """The copies of one call. there: {src: kv} of what need not be fetched."""
+    """The copies of one call. there: {src: kv} that need not be fetched."""
 
     def __init__(self, fetch, k, v, order, there=(), with_slots=False):
         self.fetch, self.k, self.v, self.order, self.there = fetch, k, v, order, dict(there)
@@ -54,9 +55,9 @@ class Trip:
         self.memory = fetch.side.memory("kv", self.room * k.element_size())
         slots = fetch.size - 1 if with_slots else 0
         self.slots = slots and fetch.side.memory("slots", slots * self.room * k.element_size())
-        self.arriving = {}  # {src: (a mark behind the copy, its buffer)}
-        self.given = []  # what is on its way to its owner: (a mark behind the copy, dk, dv)
-        self.owed = {}  # {src: of how many of its keys it has not been given dK and dV}
+        self.arriving = {}  # {src: (a mark after the copy, its buffer)}
+        self.given = []  # gradients on their way to their owner: (a mark after the copy, dk, dv)
+        self.owed = {}  # {src: the number of its keys whose dK and dV are still to be sent}
         for src in order if with_slots else ():
             if work := work_of(fetch.layout, fetch.rank, src):
                 self.owed[src] = work[1].stop - work[1].start
@@ -111,7 +112,7 @@ class Trip:
         side.follow()  # dk and dv have been computed.
         side.copy((slot[0], dk), (slot[1], dv))
         self.given.append((side.mark(), dk, dv))
-        if len(self.given) > 2:  # Their memory may be used for others as soon as they have been copied.
+        if len(self.given) > 2:  # Once the oldest have been copied, their memory may be used again.
             side.lead(self.given.pop(0)[0])
 
     def slot(self, owner, giver, keys):

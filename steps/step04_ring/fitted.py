@@ -6,10 +6,10 @@
       what a launch costs the host                                         Machine.launch
       a backward in a fixed order of dQ, and in any order                  Machine.ordered
       one GPU while all compute: lower clocks, few K/V heads               Machine.slow
-      the share of the moving that a profiler has seen hidden              a prediction between overlap and none
+      the share of the messages that a profiler has seen hidden            a prediction between overlap and none
 
-The idea: none of these rows is the one that is predicted, so that the difference says what the model leaves out. A row
-is a dict with the fields of steps/course/bench. Needs layout.py and simulate.py.
+The idea: the row that is predicted is none of these rows. So the difference shows what the model leaves out. A row is a
+dict with the fields of steps/course/bench. Needs layout.py and simulate.py.
 """
 
 import math
@@ -25,7 +25,7 @@ BLOCKS = "fwd_8_hopper", "bwd_3_hopper"  # the kernels of stage 02 that compute 
 
 
 def size(row):
-    """What two rows have in common that may be compared."""
+    """The fields in which two rows must agree so that they may be compared."""
     return tuple(row[name] for name in ("gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"))
 
 
@@ -39,9 +39,9 @@ def of_fullest_run(rows):
 
 
 def predicted(rows, row, memory):
-    """The model's seconds for a row of the ring; None where it lacks the rows of a block's speed or of hops.
+    """The model's seconds for a row of the ring; None without the rows of a block's speed or of hops.
 
-    And None for a ring measured on an earlier day than its blocks' speed: its blocks may not have been these kernels.
+    Also None for a ring measured on an earlier day than its blocks' speed, because it may have used other kernels.
     memory: bytes/s of the GPU's own memory, by its datasheet.
     """
     machine, passes = machine_of(rows, row, memory), row["pass"].split("+")
@@ -76,7 +76,7 @@ def machine_of(rows, like, memory):
 
 
 def price_of_the_order(rows, like):
-    """How much longer a backward takes that adds to dQ in a fixed order; 1 if no ring was measured both ways.
+    """The factor by which a backward is slower if it adds to dQ in a fixed order; 1 if no ring was measured both ways.
 
     It is measured over fetch with as many GPUs and K/V heads, at the nearest length.
     """
@@ -107,6 +107,6 @@ def beside_others(rows, like):
 
 
 def hidden(rows, like):
-    """{pass: share of the moving that the profiler has seen hidden}; forward + backward counts as the backward's."""
+    """{pass: share of the messages that the profiler has seen hidden}; forward + backward counts as the backward's."""
     same = [row for row in rows if all(row[name] == like[name] for name in ("gpu", "n_gpus", "kernel"))]
     return {row["pass"].removeprefix("fwd+"): row["hidden"] for row in same if "hidden" in row}

@@ -8,8 +8,8 @@
     gradients          summed over the ranks, once, when the backward is done
     sinks              one part more, merged into the ring's result: see WithSinks; the decoder here has none
 
-The idea: a mean over each rank's own labels would weigh those of shorter shards more, so the sum is divided by what all
-ranks have together. Grouped heads (H = 4, Hk = 2) need nothing: the ring sends Hk heads. `python -m
+The idea: a mean over each rank's own labels would give the labels of shorter shards a larger weight. So the sum is
+divided by the number of all labels. Grouped heads (H = 4, Hk = 2) need nothing: the ring sends Hk heads. `python -m
 steps.step04_ring.in_your_model` compares both losses and all gradients. Left out: an optimizer and other parallelism.
 """
 
@@ -35,9 +35,9 @@ def rotated(x, positions):
 class WithSinks(torch.autograd.Function):
     """out of the ring with attention sinks (H,), as gpt-oss learns them: WithSinks.apply(q, k, v, sinks, options).
 
-    A sink is one more key, of this score and of value 0, for every row. The ring need not know of it: a part of out = 0
-    and lse = sink is merged once, into the rows of each rank. From then on out and lse are those of all keys and the
-    sink, and give the right dq, dk and dv. dsinks is that of this rank's rows, to be summed like every gradient.
+    A sink is one more key, of this score and of value 0, for every row. The ring does not need it: a part of out = 0
+    and lse = sink is merged once, into the rows of each rank. Then out and lse belong to all keys and the sink, and
+    lead to the right dq, dk and dv. dsinks comes from this rank's rows, and is to be summed like every gradient.
     """
 
     @staticmethod

@@ -85,7 +85,7 @@ class Layout:
         return [self.work(me, src) for src in range(self.N)]
 
     def check(self, me, size, sizes=None):
-        """Raises ValueError if the length of rank me's shard does not fit, or of those of all ranks, if given, one."""
+        """Raises ValueError if the length of rank me's shard is wrong, or with `sizes` the length of any shard."""
         expected = [self.size(rank) for rank in range(self.N)]
         if expected != (sizes or expected) or expected[me] != size:
             raise ValueError(
@@ -112,7 +112,7 @@ def visible_part(kind, me, src, q, k, early_q, early_k):
 
 
 def work_of(layout, me, src):
-    """layout.work(me, src), found once: it depends on sizes only, and takes as long as the launch of a kernel."""
+    """layout.work(me, src), cached: it depends only on sizes, and takes as long as the launch of a kernel."""
     return _found(Layout.work, layout, me, src)
 
 

@@ -5,12 +5,12 @@
     w       = exp(lse_block - lse_new)            the block's share of the sum of exp, between 0 and 1
     out_new = (1 - w) out + w out_block
 
-The idea: out and lse say all that is needed of the keys seen so far, so no maximum and no sum need be kept or sent. out
-and lse are float32 whatever type the block's result has, because a rounding here would happen once a hop. They start as
-out = 0 and lse = -inf.
+The idea: out and lse contain all that is needed of the keys seen so far, so no maximum and no sum need be stored or
+sent. out and lse are float32 whatever dtype the block's result has, because a rounding here would happen once a hop.
+They start as out = 0 and lse = -inf.
 
-`merge` is the formula. A GPU would launch six kernels for it at every step and read out each time, so that the loops in
-ring.py use `Parts`: it holds the blocks' results and merges up to four of them in one kernel. Needs torch; on a GPU
+`merge` is the formula. A GPU would launch six kernels for it and read out anew at every step. So the loops in ring.py
+use `Parts`: it stores the blocks' results and merges up to four of them in one kernel. Needs torch; on a GPU
 also Triton and merge_kernels.py.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 KERNELS = True  # whether a GPU uses merge_kernels.py; otherwise it uses the functions below, which take longer
-MOST = 4  # so many parts are held, and then merged into one: the memory does not grow with the number of ranks
+MOST = 4  # parts that are stored before they are merged into one: the memory does not grow with the number of ranks
 
 
 def merge(out, lse, out_block, lse_block):

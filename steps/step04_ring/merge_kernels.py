@@ -4,8 +4,8 @@
     merge   lse = log(sum of exp lse_p);  out = sum of exp(lse_p - lse) out_p
     add     out = sum of x_p
 
-The idea: between blocks a GPU only moves memory, so that what counts is how often out passes through it. A part covers
-a range of the rows; it counts as lse = -inf, or 0, outside of it. Sums are float32. Needs torch and Triton.
+The idea: between blocks a GPU only moves memory, so the time depends on how often out is read and written. A part
+covers a range of the rows; outside of it, it counts as lse = -inf, or 0. Sums are float32. Needs torch and Triton.
 """
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The plan of a call: which block computes, what it computes with whose keys, and how K and V travel.
+"""The plan of a call: which block computes, what it computes with the keys of each rank, and how K and V travel.
 
 It depends only on shapes and options, and is the same in every call with them. Needs block.py, fetch.py, layout.py,
 relay.py and ranks/side.py.
@@ -16,12 +16,12 @@ from .relay import Relay
 
 @dataclass(frozen=True)
 class Mine:
-    """What this rank finds of a call by itself. Where there is a `problem`, the rest is missing."""
+    """What this rank can find of a call alone. Where there is a `problem`, the rest is missing."""
 
     comm: object  # a Comm, or Alone
     problem: Exception | None = None
     size: int | None = None  # of its shard
-    alike: dict = field(default_factory=dict)  # what all ranks must have alike
+    alike: dict = field(default_factory=dict)  # what must be equal on all ranks
     scale: float | None = None
     layout: Layout | None = None  # None, and `work` too, where S has to be added up
     work: list | None = None

@@ -28,20 +28,20 @@ class Relay:
     keeps_own = False  # K and V of the own rank come back at the end of the backward
 
     def forward(self, k, v):
-        """Yields (src, kv) for src = rank, rank - 1, ..., rank + 1: whose keys these are, and kv (2, B, Hk, n, D)."""
+        """Yields (src, kv) for src = rank, rank - 1, ..., rank + 1: the owner of the keys, and kv (2, B, Hk, n, D)."""
         yield from self._travel(torch.stack((k, v)), self.comm.rank, towards=1)  # one message, not two
 
     def backward(self, kv, own=None):
-        """A Return trip over (src, kv) for src = rank + 1, rank + 2, ..., rank, which takes each step's dK and dV."""
+        """A Return over (src, kv) for src = rank + 1, rank + 2, ..., rank, which sends on each step's dK and dV."""
         return Return(self, kv)
 
     def fetch_next(self, k, v):
-        """The kv that `forward` ended with, fetched by one hop for a backward that has not kept it."""
+        """The kv with which `forward` ended, fetched by one hop for a backward that does not have it."""
         kv = torch.stack((k, v))
         return kv if self.comm.size == 1 else self.post(kv, (self.comm.rank + 1) % self.comm.size, -1).wait()
 
     def post(self, kv, arriving, towards):
-        """Starts to send kv, and to receive what has the size of rank `arriving`'s."""
+        """Starts to send kv, and to receive that of rank `arriving`."""
         shape = (*kv.shape[:-2], self.layout.size(arriving % self.comm.size), kv.shape[-1])
         return self.comm.post(kv, shape, towards=towards)
 
@@ -54,7 +54,7 @@ class Relay:
 
 
 class Return:
-    """The backward's trip: K and V arrive, and the sums of their dK and dV follow them one step later."""
+    """The pass of the backward: K and V arrive, and the sums of their dK and dV follow them one step later."""
 
     def __init__(self, relay, kv):
         self.relay, self.kv = relay, kv
@@ -67,7 +67,7 @@ class Return:
             yield src, kv
             arrived = hop.wait() if hop else None
             last = src == rank
-            # The part of this rank is added last, and the sum of all ranks is rounded once, where it has arrived.
+            # The owner's part is added last. So the sum of all ranks is rounded once, at the owner.
             dkv = torch.empty(kv.shape, dtype=kv.dtype if last else torch.float32, device=kv.device)
             for i in range(2):
                 parts = [] if arrived is None else [(slice(0, kv.shape[-2]), arrived[i])]

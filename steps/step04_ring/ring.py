@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Ring attention: every rank keeps its queries, and the keys and values of one rank after the other come to it.
+"""Ring attention: every rank has its own queries, and receives the keys and values of one rank after the other.
 
     forward, N steps                                  backward, N steps in the opposite direction
     K, V of rank, rank - 1, ..., rank + 1             K, V of rank + 1, rank + 2, ..., rank
     (out, lse) of the block: q with these K, V        dq, dK, dV of the block, from the final out and lse
     merge into (out, lse)                             dq stays; dK, dV go to the rank that K, V belong to
 
-With messages between neighbours the forward is this loop. relay.py and fetch.py have what it does between two blocks:
+With messages between neighbours the forward is this loop. relay.py and fetch.py contain the steps between two blocks:
 
     for step in range(N):
         src = (rank - step) % N                               # whose K, V are here
@@ -22,9 +22,9 @@ loops are the same for every layout, which makes the list `work`, and for both t
     relay   K, V travel from neighbour to neighbour, and the sums of dK, dV with them (relay.py)
     fetch   each rank copies K, V from the memory of their owner, and dK, dV into it (fetch.py)
 
-Where a block raises, the rank takes the other steps all the same, because other ranks wait for what it passes on.
-The backward starts with the K and V that the forward ended with and ends with the rank's own. Sources: Ring Attention
-(2310.01889), section 3; the reverse ring: NVIDIA TransformerEngine.
+If a block raises, the rank nevertheless takes the other steps, because other ranks wait for the K and V that it sends
+on. The backward starts with the K and V with which the forward ended, and ends with the rank's own. Sources: Ring
+Attention (2310.01889), section 3; the reverse ring: NVIDIA TransformerEngine.
 
 P = exp(S - lse) with the lse of the whole row is right in any block, and so is delta = rowsum(dO * O) with the whole
 row's O. The sums out, lse, dq, dK and dV are float32. A block that computes in bfloat16 returns its part of out and of
@@ -84,7 +84,7 @@ def backward(dout, q, kv, out, lse, *, work, block, transport, own=None, **optio
 
 @contextlib.contextmanager
 def to_the_end(trip):
-    """The steps of a trip, of which the rest are taken without a computation if something raises between them."""
+    """The steps of a trip. If something raises between them, the other steps are taken without a computation."""
     steps = iter(trip)
     try:
         yield steps
@@ -95,7 +95,7 @@ def to_the_end(trip):
 
 
 class InOneCall:
-    """The three parts of a backward for a block that has only the whole one. Its delta is computed at every step."""
+    """The three parts of a backward, for a block without parts. It computes delta anew at every step."""
 
     def __init__(self, block):
         self.block = block

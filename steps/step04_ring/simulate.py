@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How long the ring takes on a machine that may not be there: an event model, and pictures of who waits for whom.
+"""How long the ring takes on a machine that you need not have: an event model, and pictures of who waits for whom.
 
     python -m steps.step04_ring.simulate --seq 32768 --gpus 4 --flops 620e12 --link 370e9 --picture x.png
 

@@ -22,7 +22,7 @@ from . import absent
 HERE = Path(__file__).parent
 ORDERS = ("forward", "reverse", "random")
 TIMES = ("eager", "late", "lifo", "random")
-# NVRTC makes one FMA of a * b - c, and with these flags so does g++. Of the processors with AVX2 all have FMA.
+# NVRTC makes one FMA of a * b - c, and with these flags so does g++. All processors with AVX2 have FMA.
 _CONTRACTION = ["-ffp-contract=fast", "-fexpensive-optimizations"]
 if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     _CONTRACTION.append("-mfma")
@@ -33,7 +33,7 @@ _KNOWN = [_SET] if shutil.which("g++") and subprocess.run(_PROBE, capture_output
 # A loop with a constant end that passes the end of an array is refused. The kernel might give right numbers by luck.
 _CHECKED = ["-Werror=aggressive-loop-optimizations"]
 _LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # A kernel is then compiled in a fifth less time.
-# C's headers declare functions that no library has, such as __sinhf. They are missed here and not at loading.
+# C's headers declare functions that no library has, such as __sinhf. So the linker reports them, and not the loader.
 _WHOLE = ["-Wl,-z,defs"] if sys.platform == "linux" else []
 _FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, *_KNOWN, *_CHECKED, *_LINKER, "-g1", "-fPIC", "-fvisibility=hidden"]
 # Before a kernel's text: what must not be in the headers, because C's own come after them.
@@ -96,7 +96,7 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def schedule(threads="forward", blocks="forward", seed=0, copies="late", wgmma="eager"):
-    """Inside `with`, threads and blocks run in these ORDERS; the seed decides what "random" gives.
+    """Inside `with`, threads and blocks run in these ORDERS; the seed determines the "random" one.
 
     copies and wgmma, of TIMES, say when an asynchronous copy or product is performed. The default finds waits that are
     missing; copies="eager" and wgmma="late" find buffers that are filled again too early.
@@ -143,8 +143,8 @@ def count_additions():
 def find_unwritten():
     """Inside `with`, lists for each launch the first result that is NaN because of shared memory nobody had written.
 
-    Without a list a launch says nothing of this, because a result that is NaN can be seen. A kernel that hides such a
-    NaN, as by fmaxf, is not found.
+    Outside of it a launch does not report this, because a result that is NaN can be seen. If a kernel hides such a NaN,
+    as by fmaxf, it is not found.
     """
     global _unwritten
     before, _unwritten = _unwritten, []
@@ -155,7 +155,7 @@ def find_unwritten():
 
 
 def compile(file: Path, macros: dict) -> Path:
-    """The shared library made from a .cu file, kept on disk under a hash of all its sources. macros: {"D": 64, ...}.
+    """The shared library made from a .cu file, cached on disk under a hash of all sources. macros: {"D": 64, ...}.
 
     Raises RuntimeError if there is no g++, or if it cannot compile the file.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Names that people know from CUDA and that the emulation does not have, and what to write in their place."""
+"""Names of CUDA that the emulation does not have, and what to write instead."""
 
 import re
 

@@ -2,8 +2,8 @@
 // Asynchronous work: copies and wgmma, which run while the threads go on. A kernel must be right whenever
 // this work is performed. The schedule decides when that is:
 //   eager     at once
-//   late      when no thread can go on without it: what a thread waits for comes first, and of that, or
-//             else of all, the oldest; wgmma after all copies
+//   late      when no thread can go on without it: first the oldest work for which a thread waits, otherwise
+//             the oldest of all; wgmma after all copies
 //   lifo      when no thread can go on without it, the newest first
 //   random    at any time, in any order
 // A cp.async belongs to one thread, and is performed at the latest when this thread waits for it.
@@ -15,7 +15,7 @@
 namespace emulator {
 
 struct Work {
-  int queue, group;  // they tell who waits for it, see `under_way`
+  int queue, group;  // they determine who waits for it, see `under_way`
   bool is_wgmma;     // the wgmma of one warpgroup are performed in their order
   const void* barrier = nullptr;  // counts it, if it is a load
   Work(int queue, int group, bool is_wgmma) : queue(queue), group(group), is_wgmma(is_wgmma) {}
@@ -24,8 +24,8 @@ struct Work {
 };
 using WorkPointer = std::unique_ptr<Work>;
 
-// Queue w holds the wgmma of warpgroup w, queue BULK_QUEUE + t the bulk copies of thread t that it waits for
-// itself, and LOAD_QUEUE the loads that a barrier counts.
+// Queue w holds the wgmma of warpgroup w. Queue BULK_QUEUE + t holds the bulk copies for which thread t
+// itself waits, and LOAD_QUEUE the loads that a barrier counts.
 constexpr int BULK_QUEUE = 64, LOAD_QUEUE = -1;
 extern std::vector<WorkPointer> work_under_way;  // in the order of issue
 

@@ -18,7 +18,7 @@
 #define blockDim (emulator::block_size)
 #define gridDim (emulator::grid_size)
 
-// Default arguments that tell a function the file and the line of its call.
+// Default arguments: the file and the line of the call.
 #define EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) { return a < b ? a : b; }

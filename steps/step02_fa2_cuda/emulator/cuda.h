@@ -11,12 +11,12 @@
 //   - missing waits, swapped parities, wrong counts of arrivals or bytes, and buffers that are filled again
 //     too early: copies and wgmma are performed as early or as late as they may, and each of these mistakes
 //     shows in some schedule
-//   - accumulators that are used while a wgmma has them, in every schedule
+//   - accumulators that are used while a wgmma uses them, in every schedule
 //   - a warpgroup that waits for registers which the others do not give back
 //   - two blocks that write to one element of an argument, unless they add to it atomically
 //   - a turn that a thread passes on by add_release and has not waited for by load_acquire
-//   - an addition in such a turn that may come before the wait or after the passing on, because it is another
-//     thread's, and there is no __syncthreads between
+//   - an addition of another thread in such a turn, which may come before the wait or after the turn was
+//     passed on, because there is no __syncthreads between
 //
 // In some points it is stricter than a GPU. A thread that has returned counts as missing at a barrier. All
 // threads of a barrier must be at the same line. A warp comes to a named barrier as a whole. A block that
@@ -27,7 +27,7 @@
 //     interrupted where it waits, never between two accesses, so that two threads of a block may add to
 //     one address without atomicAdd and nobody notices
 //   - a missing fence_async, barrier_init_fence or __threadfence, and the order that load_acquire and
-//     add_release give, because all threads see every write at once
+//     add_release ensure, because all threads see every write at once
 //   - a missing wgmma_fence, unless there was none since the last wgmma with these accumulators; the
 //     registers of A are not checked
 //   - code that needs the threads of a warp to run in lockstep: it is wrong here and may be right on a GPU,
@@ -45,8 +45,8 @@
 //
 // fiber.h switches stacks, block.h schedules, conflicts.cpp counts bank conflicts, memory.h checks accesses,
 // writes.cpp finds the blocks that write to one element and counts atomic additions, numbers.h rounds,
-// functions.h has CUDA's mathematics and builtins.h its other names; absent.py says what to write for those
-// that there are not. The names of ptx.cuh are in warp.h, asynchronous.h, hopper.h and wgmma.h. What does not
+// functions.h has CUDA's mathematics and builtins.h its other names; absent.py says what to write instead of
+// missing names. The names of ptx.cuh are in warp.h, asynchronous.h, hopper.h and wgmma.h. Code that does not
 // depend on a kernel's types is in the .cpp beside a header, which is compiled once and linked with every
 // kernel.
 #pragma once

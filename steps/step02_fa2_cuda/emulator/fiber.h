@@ -52,8 +52,8 @@ struct Fiber {
 // The stacks of the fibers of a block, made once for a launch and used again for every block. Below each
 // stack lies a page that must not be accessed, so that a kernel with too many local variables stops at once
 // instead of overwriting the next stack. The stacks are freed after the launch. Otherwise every kernel would
-// keep its own, because it stays loaded. Each such page divides the memory of the process once more, and
-// Linux allows 65,530 pieces.
+// have its own for ever, because it stays loaded. Each such page divides the memory of the process into more
+// pieces, and Linux allows 65,530.
 struct Stacks {
   static constexpr size_t SIZE = 128 << 10;
   static constexpr size_t GUARD = 64 << 10;  // a page may have up to 64 KB

@@ -4,7 +4,7 @@
 #pragma once
 #include "numbers.h"
 
-// C's library has functions of some of these names, or declares them and has none.
+// C's library defines functions of some of these names, or only declares them.
 #define __cosf emulator_cosf
 #define __sinf emulator_sinf
 #define __tanf emulator_tanf

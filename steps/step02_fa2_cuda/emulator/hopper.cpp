@@ -147,7 +147,7 @@ template <class Act> static void walk(const TensorMap& map, const Coordinates& f
   }
 }
 
-// Tells the barrier that so many bytes have come.
+// Informs the barrier that so many bytes have come.
 static void deliver(Barrier& b, int bytes, Site site) {
   b.bytes -= bytes;
   settle(b, site);

@@ -30,7 +30,7 @@ inline int __float_as_int(float x) { return emulator_bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return emulator_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator_bits<unsigned>(x); }
 
-// The same number, but g++ does not know so. Thus it cannot join what comes before and after.
+// The same number, but g++ does not know this. So it cannot join the operations before and after it.
 inline float emulator_opaque(float x) {
   int bits = __float_as_int(x);
   asm("" : "+r"(bits));

@@ -78,7 +78,7 @@ void poll(Site site) {
 
 struct Turn {
   const int* number;
-  int thread;     // that waits for it and passes it on
+  int thread;     // the one that waits for the turn and passes it on
   int since;      // how many times the block had met at __syncthreads when it waited for the turn
   int added;      // the same when another thread last added
   bool passed_on;

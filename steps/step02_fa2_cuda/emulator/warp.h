@@ -28,8 +28,8 @@ void stmatrix(const uint32_t (&r)[4], void* row, Site site);
 // thread loops for ever.
 void poll(Site site);
 
-// Blocks take turns by a number. A thread reads it by load_acquire until its block has its turn. The others
-// may add after the next __syncthreads. They have added when there was another one, and then the thread
+// Blocks take turns by a number. A thread reads it by load_acquire until it is its block's turn. The other
+// threads may add after the next __syncthreads. After one more __syncthreads they have added, and the thread
 // passes the turn on by add_release. Meanwhile it may wait for the block's next turn.
 void wait_for_turn(const int* number, Site site);
 void add_in_turn(Site site);

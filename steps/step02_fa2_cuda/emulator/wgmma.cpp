@@ -5,7 +5,7 @@
 
 namespace emulator {
 
-// The mark of accumulators that a wgmma has. It is a signalling NaN, which no computation gives, so that
+// The mark of accumulators that a wgmma uses. It is a signalling NaN, which no computation produces, so that
 // every write is noticed.
 constexpr uint32_t IN_FLIGHT = 0x7fa5a5a5;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Hopper's tensor cores: wgmma by a warpgroup of 128 threads, whose operands are found by descriptors. From
 // its start until wgmma_wait the accumulators hold a mark that is NaN, so that a thread that reads them gets
-// NaN, and one that writes them is reported.
+// NaN, and a thread that writes them is reported.
 #pragma once
 #include "hopper.h"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
 // Finds elements of an argument that two blocks write. On a GPU blocks run at the same time, so that one of
-// the two writes gets lost. Here they run one after the other. So what a block has written is what differs
-// from a copy made before it, less the elements to which it added atomically. A write of the value that was
-// there already does no harm, and is not noticed. One block's atomic addition gets lost, too, if another
-// block writes to the element without one. Integers are excepted: the last block may set a counter back. The
-// same comparison finds results that come from shared memory that nobody has written. The atomic additions
-// to arguments are counted.
+// the two writes gets lost. Here they run one after the other. So a block has written the elements that
+// differ from a copy made before it, except those to which it added atomically. A write of the value that
+// was there already does no harm, and is not noticed. A block's atomic addition gets lost, too, if another
+// block writes to the element without atomics. Integers are excepted: the last block may reset a counter.
+// The same comparison finds results that come from shared memory that nobody has written. The atomic
+// additions to arguments are counted.
 #include <string>
 
 namespace emulator {

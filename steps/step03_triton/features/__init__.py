@@ -1,6 +1,6 @@
-"""What a call of stage 03 may ask for beside q, k and v: masks, dropout, windows, packed sequences, decoding.
+"""The features of stage 03: masks, dropout, windows, packed sequences, decoding.
 
-This file answers what steps/contract.py asks of a stage with features (contract.NoFeatures has the questions).
+This file has the names that steps/contract.py expects of a stage with features (listed in contract.NoFeatures).
 
     options.py                    the options: their defaults, and the checks of what is given
     scores.py                     what a feature does to a tile of scores
@@ -42,7 +42,7 @@ ON_HOPPER = {*flash_gluon.OPTIONS}
 
 
 def take_wanted(given):
-    """Takes mask_gradient out of the options; the names of the options whose gradients are wanted."""
+    """Takes mask_gradient out of the options; returns the names of the options whose gradients are wanted."""
     mask_gradient = given.pop("mask_gradient", False)
     checks.check_flag("mask_gradient", mask_gradient)
     if given.get("lengths_k") is not None:
@@ -54,14 +54,14 @@ def take_wanted(given):
 
 
 def of_backward(named, wanted):
-    """Those of the named tensors that a backward takes. Of the sinks lse knows, so that dq, dk and dv need them not."""
+    """The named tensors that a backward takes. dq, dk and dv do not need the sinks, because lse contains them."""
     return {name: x for name, x in named.items() if name != "sinks" or name in wanted}
 
 
 def forward_kernel(q, k, f, gradient):
     """(kernel, its options): decode's for few queries, Gluon's where that is faster, flash's for any other feature.
 
-    None where no feature is asked for: then a rung computes. It does for few queries, too, if a gradient is wanted.
+    None where no feature is in use: then a rung computes, also for few queries if a gradient is wanted.
     f: {name: value} of all options, and in "asked" the names of those in use.
     """
     if q.ndim < 4:
@@ -82,7 +82,7 @@ def forward_kernel(q, k, f, gradient):
 
 
 def backward_kernel(q, k, f, wanted):
-    """The same of a backward."""
+    """The same for a backward."""
     if not f.get("asked"):
         return None
     free = f["tile"] is None and not f["deterministic"]

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Attention of few queries to many keys, as in decoding: the keys are divided among the GPU's multiprocessors.
+"""Attention of few queries to many keys, as in decoding: split the keys among the multiprocessors, then combine.
 
-    split_kernel   m_s, l_s, O_s = the online softmax over one share s of the keys, in base 2 with c = scale log2(e)
-                   The first share begins with the sink, one more key of value 0: m = sink, l = 1, O = 0. With sinks
+    split_kernel   m_s, l_s, O_s = the online softmax over one split s of the keys, in base 2 with c = scale log2(e)
+                   The first split begins with the sink, one more key of value 0: m = sink, l = 1, O = 0. With sinks
                    all scores are in natural units, c = log2(e), because sink / scale may be too large for float32.
     merge_kernel   m = max m_s,  w_s = 2^(c (m_s - m)),  l = sum w_s l_s,  out = sum w_s O_s / l,  lse = scale m + log l
-                   If there is one share only, split_kernel gives out = O / l itself.
+                   If there is only one split, split_kernel stores out = O / l itself.
 
 The idea: a new token has one query a head. One program a head would leave most multiprocessors empty, and each head of
-a group would read the same K and V, which takes all the time. So the H / Hk heads times Nq queries that share K and V
-are the rows of one tile, and there are so many shares that each multiprocessor always has copies in flight. A tile has
-at least 16 rows, for the tensor cores, and always a mask. Both are free, since the next keys do not arrive any sooner.
+a group would read the same K and V, although reading takes all the time. So the H / Hk heads times Nq queries that
+share K and V are the rows of one tile, and there are so many splits that each multiprocessor always has copies in
+flight. A tile has at least 16 rows, for the tensor cores, and always a mask. Both cost no time, because the kernel
+waits for the next keys anyway.
 
-The merge is that of step04_ring/merge.py for lse_s = scale m_s + log l_s. Here m_s and l_s stay apart: at scores of 4
-million float32 has no room for log l_s. What caches of today's models ask for is here, too: a window, whose keys alone
-are read, a soft-cap, ALiBi and sinks. Left out: K and V in pages. Needs torch, Triton, replay.py and scores.py.
+The combination is that of step04_ring/merge.py for lse_s = scale m_s + log l_s. Here m_s and l_s stay apart: at scores
+of 4 million, the sum in float32 would lose log l_s. Also here is what caches of today's models need: a window, whose
+keys alone are read, a soft-cap, ALiBi and sinks. Left out: K and V in pages. Needs torch, Triton, replay.py and
+scores.py.
 """
 
 import functools
@@ -100,7 +102,7 @@ def split_kernel(q, k, v, lengths_k, sinks, O_s, m_s, l_s, q_strides, k_strides,
         if left is not None:
             S = tl.where(tl.arange(0, Bc)[None, :] >= position[:, None] - left - j, S, float("-inf"))
         m, l, O = online_update(m, l, O, S, V_j, m_scale * LOG2_E)
-    if l_s is None:  # the only share: O_s is out, and m_s is lse
+    if l_s is None:  # the only split: O_s is out, and m_s is lse
         l = tl.where(l == 0, 1.0, l)  # a query that saw no key then gets out = 0 / 1 and lse = -inf + log 1
         m, O = m * m_scale + tl.log(l), O / l[:, None]
     place, column = (bh * group * Nq + row) * splits + s, tl.arange(0, D_pad)[None, :]
@@ -129,7 +131,7 @@ def merge_kernel(O_s, m_s, l_s, out, lse, splits, m_scale, D: tl.constexpr, SPLI
 
 
 @functools.cache
-def multiprocessors(device):  # Triton's interpreter counts as a GPU with 6, so that keys are divided there, too.
+def multiprocessors(device):  # Triton's interpreter counts as a GPU with 6, so that keys are split there, too.
     return 6 if triton.knobs.runtime.interpret else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -140,7 +142,7 @@ def fits(q, k):
 
 
 def check(q, alibi_slopes, lengths_k, splits):
-    """Raises ValueError for what only this file takes, as features.check_options does for the other options."""
+    """Raises ValueError for wrong options that only this file takes; scores.check_options checks the others."""
     B, H = q.shape[:2]
     for name, x, *allowed in (("alibi_slopes", alibi_slopes, (H,), (B, H)), ("lengths_k", lengths_k, (B,))):
         shape = None if x is None else tuple(x.shape) if isinstance(x, torch.Tensor) else (len(x),)
@@ -163,7 +165,7 @@ def forward(
     window (left, right): how many keys a query sees before and behind its own position; None or -1 for all.
     softcap: scores s become softcap tanh(s / softcap); 0 or None is none. alibi_slopes (H,) or (B, H): slope |distance|
     is subtracted. sinks: (H,) floating point, the scores of one more key of each head, whose value is 0.
-    splits: the number of shares; None is about three programs a multiprocessor. Not differentiable. In a loop give
+    splits: the number of splits; None is about three programs a multiprocessor. Not differentiable. In a loop give
     lengths_k as a tensor: a list is a new call for each of its values.
     """
     check_options(q, scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -181,9 +183,9 @@ def forward(
     if alibi_slopes is not None:
         numbers = record.derive(lambda slopes: slopes.float().contiguous(), alibi_slopes)
         slopes = numbers, H * (alibi_slopes.ndim - 1)
-    # A window that reaches further than there are keys is none.
+    # A window that reaches beyond all keys counts as no window.
     left, right = (None if limit in (None, -1) or limit >= Nq + Nk else limit for limit in window or (None, None))
-    # With one of these the scores of the shares are in natural units.
+    # With one of these the scores of the splits are in natural units.
     natural = softcap is not None or slopes is not None or sinks is not None
     out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if lse.numel() == 0:
@@ -203,7 +205,7 @@ def forward(
         left, right, softcap, slopes,
         CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    if splits > 1:  # Few rows are divided further, among programs that have some of the columns.
+    if splits > 1:  # If there are few rows, several programs combine each of them, each some of the columns.
         SPLITS, COLUMNS = triton.next_power_of_2(splits), D_pad if B * H * Nq >= together else 32
         record.launch(
             merge_kernel, (B * H * Nq, triton.cdiv(D, COLUMNS)),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Dropout beside the kernels: which seed a call gets, and which entries of P it keeps.
 
-The seed is a tensor that is drawn where q is. So Python does not wait for the GPU, torch.manual_seed decides what is
-drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. With torch.compile and
-torch._functorch.config.activation_memory_budget = 0 the backward draws anew, as that of torch's own dropout does, and
-its gradients are wrong: give a seed there. Needs scores.py, options.py and replay.py.
+The seed is a tensor that is drawn on q's device. So Python does not wait for the GPU, torch.manual_seed determines the
+seed, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. With torch.compile and
+torch._functorch.config.activation_memory_budget = 0 the backward draws anew, as with torch's own dropout, and its
+gradients are wrong: pass a seed there. Needs scores.py, options.py and replay.py.
 """
 
 import torch
@@ -22,7 +22,7 @@ def set_deterministic(seed):
     """From now on dropout in `attention` uses the seeds seed * 2^32 + 0, 1, 2 ..., one for each call; None ends it.
 
     So two layers never share a mask, whatever else draws random numbers. seed: an integer of 32 bits. Not for
-    checkpoints: they call a layer a second time, which would count as another call. torch.manual_seed is.
+    checkpoints: they call a layer a second time, which would count as another call. Use torch.manual_seed for them.
     """
     global _base, _calls
     _base = None if seed is None else options.read_integer("seed", seed, -(2**31), 2**31, " or None")
@@ -69,8 +69,8 @@ def dropout_mask(
 ):
     """(B, H, Nq, Nk) bool: which entries dropout with this seed and p keeps. It is as large as the matrix of scores.
 
-    The arguments are those of `forward`. For packed sequences B is 1, Nq and Nk count all rows, and what belongs to no
-    sequence is False. device: by default that of the seed, or if it is an integer that of cu_seqlens_q, or the GPU.
+    The arguments are those of `forward`. For packed sequences B is 1, Nq and Nk count all rows, and entries outside the
+    sequences are False. device: by default the seed's; if the seed is an integer, that of cu_seqlens_q, or the GPU.
     The numbers in cu_seqlens are always checked. Raises TypeError or ValueError before anything is computed.
     """
     sizes = {"B": B, "H": H, "Nq": Nq, "Nk": Nk}

@@ -5,8 +5,8 @@
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True, window=(4095, 0), softcap=50.0)
 
 The kernels stand in flash_kernels.py, what a feature adds to them in scores.py. Here are the launchers, and the
-tables of tiles. A kernel is compiled for each set of features, and has no instruction of one that is off. On Hopper
-flash_gluon.py has a faster forward for some of them, and a faster backward for sinks.
+tables of tiles. A kernel is compiled for each set of features; a feature that is off costs no instruction. On Hopper
+flash_gluon.py has a faster forward for some features, and a faster backward for sinks.
 
 Sources: FlashAttention-2, Algorithms 1 and 2; scores.py names those of the features. Left out: paged K and V, fp8,
 rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs torch, Triton, flash_kernels.py,
@@ -84,7 +84,7 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
 
 
-# ---- what is asked: the fields of Features that an option sets -------------------------------------------------------
+# ---- from the options to the fields of Features ----------------------------------------------------------------------
 
 
 def window_fields(o):
@@ -157,7 +157,7 @@ def prepare(record, q, k, options):
     return B, Nq, Nk, f._replace(policy=policy_of(q, f))
 
 
-# ---- how the kernels go about it -------------------------------------------------------------------------------------
+# ---- how the kernels read and multiply -------------------------------------------------------------------------------
 
 
 def policy_of(q, f):
@@ -176,9 +176,9 @@ def policy_of(q, f):
 
 
 def with_tma(f, tensors, mask):
-    """f, which now says what the copy engine reads: the tensors, and a mask that is not broadcast over rows or columns.
+    """f, whose policy now says what the copy engine reads: the tensors (q, k, v, ...), and the mask.
 
-    tensors: (q, k, v, ...).
+    The copy engine reads no mask that is broadcast over rows or columns.
     """
     if not can_copy(tensors):
         return f
@@ -249,8 +249,8 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
         first_query, first_key    the positions of the first query and key
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    packed sequences: B is 1, int32 tensors (n + 1,);
                                   alibi_slopes (n, H); rows after the last entry give 0 and -inf
-        out, lse                  what earlier calls with other keys gave, float32, contiguous, at first 0 and -inf.
-                                  They are changed in place, and returned.
+        out, lse                  the results of earlier calls with other keys, float32, contiguous, at first 0 and
+                                  -inf. They are changed in place, and returned.
         tile                      (Br, Bc)
     """
     if out is not None and record.negated(out, lse):
@@ -277,8 +277,8 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
 def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False, **options):
     """(dq, dk, dv), and dmask if mask_gradient, from dout and out like q, lse (B, H, Nq), and the options of `forward`.
 
-    out and lse may be those of more keys than k and v: dq is then the part that comes from these keys. With sinks, of
-    which lse knows, the last result is dsinks; without them the others are the same.
+    out and lse may belong to more keys than k and v: dq is then the part that comes from these keys. With sinks the
+    last result is dsinks. dq, dk and dv do not need the sinks, because lse contains them.
     """
     sequences, Nq, Nk, f = prepare(record, q, k, options)
     mask = options.get("mask")

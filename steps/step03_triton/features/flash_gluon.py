@@ -7,13 +7,13 @@ In the forward a producer and two or three consumers work as in fwd_3_gluon.py. 
               come the tiles of keys that an edge cuts, which need a mask, and then the others.
     packed    A sequence is a range of rows of one long tensor. The copy engine reads zeros, and writes nothing, beyond
               the end of a tensor, but does not know where a sequence ends. `ragged` describes the tensor in such a way
-              that a dimension ends there.
-    sinks     One more key of value 0 at the end, by flash_kernels.add_sink. The backward finds it in lse, and needs no
-              more than another delta_kernel before the kernels of bwd_2_gluon.py.
+              that a dimension ends where the sequence ends.
+    sinks     One more key of value 0 at the end, by flash_kernels.add_sink. lse contains it, so the backward only needs
+              another delta_kernel before the kernels of bwd_2_gluon.py.
 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py and
-bwd_2_gluon.py; at head_dim 64 with two consumers where many tiles need a mask, because three of them spill registers
-there. Left out: all other features, and in the forward head_dims below 64. A narrow window at 64 is faster in flash.py.
+bwd_2_gluon.py; at head_dim 64 with two consumers if many tiles need a mask, because three would spill registers then.
+Left out: all other features, and in the forward head_dims below 64. A narrow window at 64 is faster in flash.py.
 Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, scheduler.py, scores.py, flash_kernels.py, replay.py, tiles.py.
 """
 
@@ -52,7 +52,7 @@ from .flash_kernels import delta_kernel
 from .scores import Features, check_options
 from .tiles import new_packed, strides_of
 
-add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because what it calls means the same in both languages.
+add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because it means the same in both languages.
 LENGTHS = "H", "group", "Nq", "Nk", "left", "right", "tiles", "section", "alternate", "total"
 BILLION = gl.constexpr(2**30)
 UNLIMITED = 2**29  # more keys than a GPU has memory for; twice as many are still a number of 32 bits
@@ -88,8 +88,8 @@ def visits(low, high, Nk, Br: gl.constexpr, Bc: gl.constexpr):
 def visited(n, tiles):
     """The tile that is visited n-th.
 
-    First come the tiles of the right edge, the last one first, then those of the left edge, the first one first, and
-    then all others, the last one first.
+    First come the tiles of the right edge, from the last one backwards; then those of the left edge, from the first one
+    forwards; then all others, from the last one backwards.
     """
     begin, whole, full, end = tiles
     right, cut = end - full, end - full + whole - begin
@@ -100,8 +100,8 @@ def visited(n, tiles):
 def place_of(round, lengths, order, window, starts, LONGEST_FIRST: gl.constexpr, Br: gl.constexpr, Bc: gl.constexpr):
     """(queries, keys, i, low, high, tiles): what a program computes in a round.
 
-    queries and keys are parts as in `coordinates`. The program's queries begin at row i of their part, and the first
-    one sees the keys low ... high - 1 of the other part. tiles are those of `visits`.
+    queries and keys are parts as in `coordinates`. The program's queries begin at row i of the part `queries`, and the
+    first one sees the keys low ... high - 1 of the part `keys`. tiles: see `visits`.
     """
     H, group, Nq, Nk = lengths
     left, right = window
@@ -138,7 +138,7 @@ def produce(q, k, v, Q, K, V, call, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.c
                         load(q, Q, n_q + w, coordinates(queries, i + 64 * w, PACKED))
             n_q += CONSUMERS
             n += end - begin
-    if not PACKED or n > 0:  # A program that found no queries must not end while a copy is on its way to it.
+    if not PACKED or n > 0:  # A program without queries must not end while this copy is on its way.
         load_pair(k, v, K, V, n, beyond, before)
 
 
@@ -214,9 +214,9 @@ def ragged(x, rows, D_pad):
     """A descriptor of x (1, H, N, D), whose boxes have so many rows of one packed sequence.
 
     Its dimensions are (., ., H, 2^30, D), and its rows begin s entries of 2 bytes apart. Row r of a sequence of n rows
-    that ends at row e is row 2^30 - n + r of the fourth dimension, which ends with the sequence. The first two take it
-    to its place: 2^30 steps of 2^34 - s entries are 2^65 bytes, which in addresses of 64 bits are none, and -2^30 rows;
-    and e steps of s entries are e rows.
+    that ends at row e is row 2^30 - n + r of the fourth dimension, which ends with the sequence. The first two
+    dimensions move it to its place, by e - 2^30 rows: 2^30 steps of 2^34 - s entries are -2^30 rows and 2^65 bytes,
+    which addresses of 64 bits ignore; e steps of s entries are e rows.
     """
     (_, h, s), most = strides_of(x), 2**31 - 2**16
     shape, strides = [most, most, x.shape[1], 2**30, x.shape[3]], [2**34 - s, s, h, s, 1]
@@ -242,7 +242,7 @@ def forward(
     record, q, k, v, *, causal=False, scale=None, window=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=None, max_seqlen_k=None,
 ):  # fmt: skip
-    """(out, lse) as flash.forward gives them, with its options. head_dim is 64 or more, and there is a key at least."""
+    """(out, lse) like flash.forward, with its options. head_dim is 64 or more, and there is at least one key."""
     check_options(
         q, scale=scale, window=window, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -283,7 +283,7 @@ def fits_backward(q, asked):
 
 @replayed
 def backward(record, dout, q, k, v, out, lse, *, sinks, causal=False, scale=None):
-    """(dq, dk, dv, dsinks), as flash.backward gives them with no other option than these.
+    """(dq, dk, dv, dsinks), like flash.backward with only these options.
 
     dq changes in its last bits from run to run. head_dim is at most 128, and there is at least one query and one key.
     """

@@ -8,9 +8,9 @@
     mask_kernel      owns a tile of an additive mask, and sums dS = P (dP - delta) over all that the tile was added to
 
 scores.py says what a feature does, tiles.py how tiles are read and written. i is the first query of a tile, and j its
-first key. A kernel has more parameters than a function: a number that must not be compiled into it, and a descriptor,
-each has to be one of its own. Nothing is added by atomics, so results are equal to the bit from run to run. Sources:
-FlashAttention-2, Algorithms 1 and 2. Needs Triton, scores.py and tiles.py.
+first key. Triton takes descriptors, and numbers that change from call to call, only as parameters of their own. So the
+lists are long. Nothing is added by atomics, so results are bit-equal from run to run. Sources: FlashAttention-2,
+Algorithms 1 and 2. Needs Triton, scores.py and tiles.py.
 """
 
 from typing import Any, NamedTuple
@@ -79,8 +79,8 @@ class Queries(NamedTuple):
 def find_tile(tiles, heads, f):
     """(n, s, h): this program owns tile n of head h of sequence s.
 
-    Neighbouring programs work on the same head, so they find its K and V in the L2 cache; or on the same tile of all
-    heads, if they share a mask there, which is larger than K and V.
+    Neighbouring programs work on the same head, so they find its K and V in the L2 cache. If one mask serves all heads,
+    neighbours take the same tile of different heads, because the mask is larger than K and V.
     """
     program = tl.program_id(0)
     if f.policy.heads_first is None:
@@ -91,7 +91,7 @@ def find_tile(tiles, heads, f):
 
 @triton.jit
 def factor_and_shift(m, c):
-    """(f, f m) of P = 2^(f S - f m), two numbers a row; f is c unless m is huge. fwd_0_fused.py tells the reason."""
+    """(f, f m) of P = 2^(f S - f m), two numbers a row; f is c unless m is huge. fwd_0_fused.py says why."""
     power_of_two = (c.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     small = tl.abs(m * c) < 67108864.0
     return tl.where(small, c, power_of_two), tl.where(small, m * c, m * power_of_two)
@@ -99,7 +99,7 @@ def factor_and_shift(m, c):
 
 @triton.jit
 def is_swallowed(x):
-    """Whether x, the maximum or the lse of a row, says that the mask absorbed all of its scores."""
+    """Whether x, the maximum or the lse of a row, shows that the mask absorbed all scores of this row."""
     return (x < SWALLOWS / 2) & (x > float("-inf"))
 
 
@@ -134,7 +134,7 @@ def visit_keys(m, l, O, Q_i, K, V, i, ranges, f, seq, head, MASKED: tl.constexpr
 
 @triton.jit
 def carried_state(lse, O, f, seq):
-    """(m, l, O) after the keys of earlier calls: they count as one key, of score lse and value O."""
+    """(m, l, O) after the keys of earlier calls, which count as one key with the score lse and the value O."""
     m = lse * (LOG2_E / seq.c)
     l = tl.full(lse.shape, 1.0, tl.float32)
     if f.added is not None:
@@ -147,9 +147,10 @@ def carried_state(lse, O, f, seq):
 
 @triton.jit
 def add_sink(lse, sink):
-    """(lse after one more key of score `sink`, the share of all P that the keys before it keep).
+    """(lse after one more key of score `sink`, the share of the sum of P that the other keys still have).
 
-    Its value is 0, so out shrinks by that share. step04_ring/merge.py does the same with a part of out = 0, lse = sink.
+    The value of this key is 0, so out is multiplied by that share. step04_ring/merge.py does the same with a part of
+    out = 0 and lse = sink.
     """
     largest = tl.maximum(lse, sink)
     finite = tl.where(largest == float("-inf"), 0.0, largest)  # without a key and a sink -inf - (-inf) would be NaN
@@ -195,7 +196,7 @@ def forward_kernel(
     if f.seed is not None:
         O = O * f.kept_scale
     lse_i = m * (seq.c * LN_2) + tl.log(l)
-    if f.added is not None:  # Beside a number as large as SWALLOWS log l would be lost, so it becomes a factor.
+    if f.added is not None:  # SWALLOWS + log l would be rounded to SWALLOWS. So l becomes a factor instead.
         lse_i = tl.where(is_swallowed(m), SWALLOWS * l, lse_i)
     if f.sinks is not None:
         lse_i, kept_share = add_sink(lse_i, tl.load(f.sinks + h))
@@ -206,7 +207,7 @@ def forward_kernel(
 
 @triton.jit
 def in_base_2(lse, f):
-    """lse * log2(e), less by what rounding may have added, and inf where no key is seen. bwd_0_fused.py tells why."""
+    """lse * log2(e), less what rounding may have added, and inf where no key is seen. bwd_0_fused.py says why."""
     limited = lse
     if f.sinks is not None:  # A sink, and so lse, may be too large to be multiplied. P of every key is 0 there.
         limited = tl.clamp(lse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -253,9 +254,9 @@ def delta_kernel(
     lse_i = tl.load(lse + batch_and_head * total_q + seq.queries.start + query, mask=exists, other=0.0)
     delta = open_numbers(delta, None, stride, H, seq, Br, f)
     lse_2 = open_numbers(lse_2, None, stride, H, seq, Br, f)
-    # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are equal to the bit
-    # if all products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products, and no
-    # others, into the additions.
+    # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are bit-equal if all
+    # products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products into the
+    # additions, but not those of the other lanes.
     products = tl.fma(dO.to(tl.float32), O.to(tl.float32), 0.0)
     tl.store(delta.x + batch_and_head * stride + query, tl.sum(products, 1), mask=exists)
     tl.store(lse_2.x + batch_and_head * stride + query, in_base_2(lse_i, f), mask=exists)
@@ -349,9 +350,9 @@ def add_keys(dQ, own, K, V, i, ranges, f, seq, head, MASKED: tl.constexpr):
 
 @triton.jit
 def load_left_factor(rows, h, first, f):
-    """What `load_rows` gives, kept in registers where that is faster: bwd_1_tma.py tells why adding 0 does it.
+    """The tile of `load_rows`, in registers where that is faster: bwd_1_tma.py says why adding 0 moves it there.
 
-    It is slower for tiles that pointers loaded, and dropout's random numbers need the registers.
+    This is slower for tiles that pointers loaded, and with dropout, whose random numbers need the registers.
     """
     by_pointers = (f.policy.tma is None) or (f.cu_seqlens_q is not None)
     if by_pointers or (f.seed is not None) or (rows.column.shape[1] != 128):
@@ -413,9 +414,10 @@ def mask_kernel(
     OVER_QUERIES: tl.constexpr, OVER_KEYS: tl.constexpr,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
-    """dmask: dS, summed over the `batches`, the `heads`, and, if OVER_ them, the queries or keys of a mask's entry.
+    """dmask: dS summed over all scores to which an entry of the mask was added.
 
-    A program owns one tile of the mask, and visits all tiles of scores that it was added to.
+    These are those of the `batches`, the `heads`, and if OVER_QUERIES or OVER_KEYS of all queries or keys. A program
+    owns one tile of the mask, and visits all tiles of scores to which it was added.
     """
     tiles_q = 1 if OVER_QUERIES else tl.cdiv(Nq, Br)
     tiles_k = 1 if OVER_KEYS else tl.cdiv(Nk, Bc)

@@ -9,7 +9,8 @@
 torch has a registry of flash attention kernels, and `use_in_sdpa` registers ours there. FlashAttention-4, which torch
 registers there itself, replaces the operators that compute flash attention on a GPU. They have no mask, and torch calls
 them in 16 bits only. We replace the operator above them, aten::scaled_dot_product_attention, in which torch chooses a
-kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. What we do not take goes on to torch.
+kernel: so our function gets a call before torch has chosen, on a CPU and on a GPU. torch computes the calls that our
+kernels do not take.
 
     call of scaled_dot_product_attention                          computed by
     float16, bfloat16, float32; 2 dimensions or more              ours
@@ -52,8 +53,8 @@ sdpa = sdpa_of(attention)
 def use_in_sdpa():
     """Within this context torch's scaled_dot_product_attention computes with our kernels, in all threads.
 
-    After it, also by an exception, torch computes as before. A function keeps the kernel with which torch.compile
-    compiled it: compile it in the context, or call torch.compiler.reset(). Raises RuntimeError if torch is too old.
+    Afterwards, also after an exception, torch computes as before. A compiled function keeps the kernel with which it
+    was compiled: compile it in the context, or call torch.compiler.reset(). Raises RuntimeError if torch is too old.
     """
     check_torch()
     registry, mha = torch.nn.attention, torch.backends.mha
@@ -73,7 +74,7 @@ def use_in_sdpa():
 
 
 def check_torch():
-    """Raises RuntimeError unless torch has its registry of flash attention, and gives out an operator's own kernel."""
+    """Raises RuntimeError unless torch has its registry of flash attention, and library.get_kernel."""
     has_registry = hasattr(torch.nn.attention, "register_flash_attention_impl")
     if not (has_registry and hasattr(torch.library, "get_kernel")):
         raise RuntimeError(
@@ -134,16 +135,16 @@ def register_with_transformers(name=NAME):
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register_with_transformers())
 
     A name with "sdpa" in it would exclude models with a soft-cap, such as Gemma 2, because torch's function has none.
-    Without it transformers takes any model. But a model that never calls another kernel than its own, such as BLOOM,
-    would add our boolean mask to its scores: where such a model asks for its mask, it gets a ValueError. So does one
-    whose values have another head_dim than its keys, such as DeepSeek-V3. A row that sees no key, as left padding has,
-    gets 0 here, and a mean of all values in transformers' own "eager": loss and gradients differ unless the labels of
-    the padding are -100. Raises ImportError without transformers.
+    With another name transformers accepts any model. But a model that always uses its own kernel, such as BLOOM, would
+    add our boolean mask to its scores: such a model gets a ValueError when it asks for its mask. So does a model whose
+    values have another head_dim than its keys, such as DeepSeek-V3. A row that sees no key, as left padding has, gets 0
+    here, and a mean of all values in transformers' own "eager": loss and gradients differ unless the labels of the
+    padding are -100. Raises ImportError without transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    check = torch.compiler.assume_constant_result(check_model)  # torch.compile is not to look into it.
+    check = torch.compiler.assume_constant_result(check_model)  # torch.compile must not trace it.
 
     def mask(*args, config=None, **options):
         check(config)
@@ -194,9 +195,9 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
            s_aux=None, position_bias=None, **more):  # fmt: skip
     """(out (B, Nq, H, D), None) as transformers asks for it; query (B, H, Nq, D), key and value (B, Hk, Nk, D).
 
-    Without a mask a decoder's queries see what is_causal of torch shows them, at the top left: in a cache that was
-    allocated longer, the keys after the queries are still empty. One query sees all keys. s_aux: the sinks of gpt-oss.
-    position_bias: T5's, which is added to the scores, and has a gradient.
+    Without a mask a decoder's queries see the keys as with torch's is_causal, aligned at the top left: in a cache that
+    was allocated longer, the keys after the queries are still empty. One query sees all keys. s_aux: the sinks of
+    gpt-oss. position_bias: T5's, which is added to the scores, and has a gradient.
     """
     for name in ("sinks", "cache", "indices", "block_indices"):
         if more.get(name) is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The options of the features: their defaults, and checks that say what was expected, what came, and what to do.
 
-    read_numbers    what Python hands over: fills in what is not given, and checks the numbers
+    read_numbers    Python's numbers: fills in the defaults, and checks the numbers
     check_tensors   the tensors' shapes, dtypes and devices; also on tensors without memory, while torch traces a call
     check_values    the numbers in cu_seqlens and lengths_k
 
@@ -14,14 +14,14 @@ import torch
 
 from steps.checks import FLOAT32, check_dense, check_dtype, check_factor, check_flag, check_number, check_scale, told
 
-# The features in the order in which the operators take them, and what each is where it is not given.
+# The features in the order in which the operators take them, and the default of each.
 DEFAULTS = {
     "window": None, "softcap": None, "mask": None, "sinks": None, "alibi_slopes": None, "dropout_p": 0.0, "seed": None,
     "first_query": None, "first_key": 0, "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None,
     "max_seqlen_k": None, "lengths_k": None, "check": False,
 }  # fmt: skip
 OF_DECODE = "window", "softcap", "alibi_slopes", "sinks", "lengths_k"  # what decode.py takes
-CARRIED = "out", "lse"  # what earlier calls gave
+CARRIED = "out", "lse"  # the results of earlier calls
 TENSORS = ("mask", "sinks", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "lengths_k")
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -61,7 +61,7 @@ def read_traced(given, q):
 
 
 def asked(f):
-    """The names of the options that ask for something. `check` alone changes no result."""
+    """The names of the features in use. `check` is not among them, because it changes no result."""
     names = []
     for name in (*CARRIED, *DEFAULTS):
         x = f.get(name)
@@ -75,7 +75,7 @@ def asked(f):
 
 
 def read_numbers(given, q):
-    """{name: value} of all features, from those given, with numbers as Python's own, and -1 for no limit of a window.
+    """{name: value} of all features: those given, with numbers as Python's own, and -1 for a window without a limit.
 
     Raises TypeError for a wrong type, and ValueError for a number that is out of range.
     """
@@ -124,7 +124,7 @@ def read_window(window):
     for n, limit in enumerate(pair):
         if len(pair) != 2 or not holds(limit >= -1, unknown=True):
             raise ValueError(f"{expected}; got {told(window)}. -1 and None are no limit.")
-        if holds(limit >= 4 * FAR, unknown=False):  # No two positions are as far from each other as 4 FAR.
+        if holds(limit >= 4 * FAR, unknown=False):  # No two positions are 4 FAR apart.
             pair[n] = -1
     if not pair:
         raise ValueError(f"{expected}; got {told(window)}.")
@@ -134,7 +134,7 @@ def read_window(window):
 def check_units(given, f):
     """Raises ValueError where the kernels divide by a scale or softcap that is so small that the result is infinite.
 
-    They count scores in units of the scale, or of the softcap; only beside an additive mask are these natural units.
+    They divide scores by the scale, or by the softcap; only with an additive mask do they compute in natural units.
     """
     scale, softcap = given.get("scale"), f["softcap"]
     if scale is not None:
@@ -171,7 +171,7 @@ def read_integer(name, x, least, end, otherwise=""):
 def holds(condition, unknown):
     """Whether a condition on a number holds.
 
-    torch.compile does not know it of a number that `.item()` reads from a tensor; then it is `unknown`. The operator
+    torch.compile does not know a number that `.item()` reads from a tensor; then the answer is `unknown`. The operator
     checks such a number when the compiled program runs.
     """
     if not torch.compiler.is_compiling():
@@ -275,7 +275,7 @@ def check_each(f, q, k):
     if f["cu_seqlens_q"] is None and f["lengths_k"] is None or q.is_cuda and not f["check"]:
         return None
     names = [name for name in (*CARRIED, *TENSORS) if f.get(name) is not None]
-    numbers = f | dict.fromkeys((*CARRIED, *TENSORS))  # What is cached keeps no tensor alive.
+    numbers = f | dict.fromkeys((*CARRIED, *TENSORS))  # The cached check must keep no tensor alive.
     Nq, Nk = q.shape[-2], k.shape[-2]
     return lambda *tensors: check_values(Nq, Nk, numbers | dict(zip(names, tensors, strict=True)))
 
@@ -303,7 +303,7 @@ def check_starts(name, starts, total, longest):
 
 
 def check_gradients(given, *tensors):
-    """Raises ValueError where a gradient is asked for that there is not."""
+    """Raises ValueError if a gradient is wanted that the kernels do not compute."""
     slopes = given.get("alibi_slopes")
     if isinstance(slopes, torch.Tensor) and slopes.requires_grad:
         raise ValueError("alibi_slopes has no gradient. Detach it, or add the biases as a mask.")
@@ -313,7 +313,7 @@ def check_gradients(given, *tensors):
 
 
 def check_carried(q, out, lse):
-    """Raises unless both are None, or both are what earlier calls gave: out like q and lse like its rows, float32."""
+    """Raises unless both are None, or both are results of earlier calls: out like q, lse like q's rows, float32."""
     if (out is None) != (lse is None):
         missing = "lse" if lse is None else "out"
         raise ValueError(f"out and lse are carried together; got no {missing}. Begin with out = 0 and lse = -inf.")

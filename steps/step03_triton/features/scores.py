@@ -3,10 +3,10 @@
 
     S = softcap tanh(scale X / softcap)  + mask  - slope |pos - key|    X = Q K^T; -inf where the key is hidden
 
-in this order. What is asked is a field of `Features` each, how the kernels go about it a field of `Policy`. They are
-compiled anew for each set of these, and for a field that is None not one instruction is made. Query i stands where key
-i + shift stands. It sees the keys from i + shift - left to i + shift + right, and `causal` is right = 0. Which tiles
-that concerns, `tile_ranges` says.
+in this order. Each feature is a field of `Features`, and each way to compute it a field of `Policy`. The kernels are
+compiled anew for each set of these fields, and a field that is None costs no instruction. Query i stands where key
+i + shift stands. It sees the keys from i + shift - left to i + shift + right, and `causal` is right = 0. `tile_ranges`
+finds the tiles that have such keys.
 
 Sources: soft-cap: Gemma 2, arXiv 2408.00118. ALiBi: arXiv 2108.12409. Window: Longformer, arXiv 2004.05150. Random
 numbers: Salmon and others, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Needs torch and Triton only.
@@ -38,8 +38,8 @@ class Policy(NamedTuple):
     tma: Any = None  # tiles are read by Hopper's copy engine
     mask_tma: Any = None  # the mask, too
     in_fours: Any = None  # a thread tests four entries of a boolean mask in one register
-    heads_first: Any = None  # neighbouring programs share a tile of the mask, which is one for all heads
-    queries_alike: Any = None  # all queries have the same row of the mask, as a mask for padding has
+    heads_first: Any = None  # one mask serves all heads, and neighbouring programs read the same tile of it
+    queries_alike: Any = None  # all queries have the same row of the mask, as in a mask for padding
     aligned: Any = None  # the keys' random bytes begin at a multiple of 16, as those of one call do
 
 
@@ -59,7 +59,7 @@ class Features(NamedTuple):
     slope_strides: Any = None  # of batch (of the sequence, when packed) and head
     sinks: Any = None  # (H,) float32, in natural units
     seed: Any = None  # a tensor of one int64
-    threshold: Any = None  # dropout keeps where a random byte is less
+    threshold: Any = None  # dropout keeps an entry if its random byte is less than this
     kept_scale: Any = None  # 256 / threshold
     cu_seqlens_q: Any = None  # where the packed sequences begin
     cu_seqlens_k: Any = None
@@ -70,7 +70,7 @@ def check_options(
     q, *, scale=None, window=None, softcap=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
     max_seqlen_k=None, **_
 ):  # fmt: skip
-    """Raises ValueError for options with which a kernel would read beyond a tensor, or give nonsense."""
+    """Raises ValueError for options with which a kernel would read beyond a tensor, or compute nonsense."""
     if scale is not None and not scale > 0 or softcap is not None and not softcap >= 0:
         raise ValueError(f"scale must be > 0 and softcap at least 0, or None; got {scale} and {softcap}.")
     if window is not None and (isinstance(window, int) or len(window) != 2):
@@ -85,7 +85,7 @@ def check_options(
 
 
 class Part(NamedTuple):
-    """The rows of one sequence in a tensor (B, H, ., D): of batch entry b those from `start` to `start` + N."""
+    """The rows of one sequence in a tensor (B, H, ., D): the rows `start` to `start` + N of batch entry b."""
 
     b: Any  # 0 when packed
     start: Any  # 0 if not packed
@@ -99,7 +99,7 @@ class Sequence(NamedTuple):
     queries: Any
     keys: Any
     shift: Any
-    c: Any  # P = 2^(c S - c m): S is in the units in which a feature costs the least, see `find_sequence`
+    c: Any  # P = 2^(c S - c m): c turns S into a power of 2. The unit of S depends on the features: `find_sequence`
     seed: Any
 
 
@@ -200,7 +200,7 @@ def tile_ranges(x, shift, before, after, N, ragged, OWN: tl.constexpr, T: tl.con
 
 @triton.jit
 def jump(n, ranges, before):
-    """The column of a tile that needs a mask: the two edges of a window lie on both sides of the whole tiles."""
+    """The column of the masked tile n. Whole tiles, which lie between the two edges of a window, are skipped."""
     if before is None:
         return n
     else:
@@ -222,7 +222,7 @@ def tanh(x, approximate):
 
 @triton.jit
 def load_mask(tile, f, seq, head, MASKED: tl.constexpr):
-    """The mask's tile, 0 without a mask and where it has no entry. For the rest see `scores`."""
+    """The mask's tile; 0 without a mask, and where the mask has no entry. `scores` applies it."""
     i, j, row, column = tile
     strides = f.mask_strides
     if strides is None:
@@ -250,7 +250,7 @@ def load_mask(tile, f, seq, head, MASKED: tl.constexpr):
 @triton.jit
 def hide(S, M, f):
     """-inf where the boolean mask M is 0, S elsewhere."""
-    if f.policy.in_fours is not None:  # The compiler would take every byte into a register of its own.
+    if f.policy.in_fours is not None:  # Otherwise the compiler would put every byte into a register of its own.
         return tl.inline_asm_elementwise(WHERE_SEEN, "=f,=f,=f,=f,r,f,f,f,f", [M, S], tl.float32, is_pure=True, pack=4)
     else:
         return tl.where(M != 0, S, float("-inf"))
@@ -309,7 +309,7 @@ def kept(tile, f, seq, head):
         if TRANSPOSED:  # from (calls, queries, words, bytes) to (calls, words, bytes, queries)
             numbers = numbers.permute(0, 2, 3, 1)
         numbers = numbers.reshape(tl.broadcast(row, column)[0].shape)
-    else:  # A call for each entry, of which it takes its own byte.
+    else:  # One call of the generator for each entry, which uses one of the sixteen bytes.
         w0, w1, w2, w3 = tl.philox(seq.seed, key >> 4, query, head.h, seq.number)
         word = (key >> 2) & 3
         numbers = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))

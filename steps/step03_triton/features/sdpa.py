@@ -5,11 +5,11 @@ import torch
 
 
 def sdpa_of(attention):
-    """`sdpa`, which computes what torch's function computes, by an `attention` with masks and dropout."""
+    """`sdpa`, which is torch's function, computed by an `attention` with masks and dropout."""
 
     def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
              *, sinks=None):  # fmt: skip
-        """What torch's function of this signature computes, differentiable, also in a floating-point attn_mask.
+        """The result of torch's function of this signature, differentiable, also in a floating-point attn_mask.
 
         query (..., H, Nq, D), key and value (..., Hk, Nk, D); leading dimensions broadcast.
         attn_mask: broadcast to (..., H, Nq, Nk), without being copied unless the query has more than four dimensions;
@@ -19,8 +19,8 @@ def sdpa_of(attention):
         `attention` aligns at the bottom right. enable_gqa: H may be a multiple of Hk.
         sinks: those of `attention`, (H,), which torch's function does not have.
         Raises NotImplementedError for a value whose last dimension is not the query's; RuntimeError where leading
-        dimensions do not fit, as torch does, and for is_causal with attn_mask, as some of torch's kernels do; and what
-        `attention` raises for other bad input, such as a scale that is not above 0.
+        dimensions do not fit, as torch does, and for is_causal with attn_mask, as some of torch's kernels do; and the
+        errors of `attention` for other wrong input, such as a scale that is not above 0.
         """
         if attn_mask is not None and is_causal:
             raise RuntimeError("sdpa takes attn_mask or is_causal, not both. Hide in the mask what causal would hide.")

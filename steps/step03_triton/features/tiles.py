@@ -5,9 +5,9 @@
     load_rows(rows, h, i), store_rows(rows, ...)   a tile from row i of head h on, by pointers, as in fwd_0_fused.py
     load_tile(rows, h, i, f, MASKED)               the same by the copy engine, if f.policy.tma is not None
 
-The idea: a kernel does not know whether its sequence is a batch entry, or one of many that are packed into one tensor.
-`box` is a descriptor of the whole tensor, made by the host. It does not stop where a packed sequence ends, so there the
-copy engine reads the tiles that lie within a sequence, and pointers read the others.
+The idea: a kernel is the same whether its sequence is a batch entry, or one of many that are packed into one tensor.
+`box` is a descriptor of the whole tensor, made by the host, which does not end where a packed sequence ends. So for
+packed sequences the copy engine reads only tiles that lie within a sequence, and pointers read the others.
 
 Needs torch and Triton only.
 """
@@ -81,7 +81,7 @@ def store_rows(rows, tile, h, first):
 
 @triton.jit
 def load_tile(rows, h, first, f, MASKED: tl.constexpr):
-    """What `load_rows` gives. If not MASKED, all rows of the tile belong to the sequence, or it is not packed."""
+    """The tile of `load_rows`. Without MASKED, all its rows belong to the sequence, or the sequence is not packed."""
     if (f.policy.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
         return load_rows(rows, h, first)
     else:
@@ -90,7 +90,7 @@ def load_tile(rows, h, first, f, MASKED: tl.constexpr):
 
 @triton.jit
 def product(A, B, f, C=None):
-    """A B, or C + A B. The tensors' dtype and `products` decide how; of 16 bits there is one way only."""
+    """A B, or C + A B. The tensors' dtype and `products` decide how; for 16 bits there is only one way."""
     return tl.dot(A, B, C, input_precision="tf32x3" if f.policy.ieee is None else "ieee")
 
 
@@ -128,7 +128,7 @@ def new_packed(record, x, starts):
 
 
 def products(x):
-    """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
+    """How matrices like x are multiplied; fwd_0_fused.py explains the words."""
     if x.element_size() == 2:
         return "16 bits"
     if triton.knobs.runtime.interpret or x.shape[-1] > 128:

@@ -2,15 +2,15 @@
 """The check that all ranks make the same call, at every call and before what was computed can be used.
 
     gloo            16 bytes of a hash and each rank's length go round before the first hop; the same at the call's end,
-                    where any rank says that its block has raised
-    NCCL            a call's first sight: the arguments are compared through the store, while the host waits
+                    where a rank reports that its block has raised
+    NCCL            a new call: its arguments are compared through the store, while the host waits
                     later, relay: the hash travels beside the first hop, and the device compares it
                     later, fetch: each call has a barrier of its own, so that ranks in different calls never meet
 
 The idea: the size and order of every message follow from the arguments, so that ranks whose arguments differ hang, or
-return wrong numbers without an error. Compared is the whole call: shapes, dtype, options, and the function, because the
-messages of a rank that left a call out fit, too. Having agreed on a call once is not enough: two ranks may be in two
-calls that all have agreed on. But with NCCL no host waits for the comparison then.
+return wrong numbers without an error. The whole call is compared: shapes, dtype, options, and the function, because the
+messages of a rank that has left a call out would fit, too. It is not enough to compare a call once: two ranks may be in
+two different calls, each of which was compared. But with NCCL no host waits for these later comparisons.
 Needs verdict.py.
 """
 
@@ -92,7 +92,7 @@ def go_round(comm, mine, size):
 
 @functools.cache
 def on_device(mine, device):
-    """A signature as a tensor; kept, because a CUDA graph that is captured cannot copy it from the host."""
+    """A signature as a tensor; cached, because a CUDA graph that is captured cannot copy it from the host."""
     return torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
 
 

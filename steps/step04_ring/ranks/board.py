@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from .verdict import differing, verdict
 
-SILENCE = 1.0  # A rank whose note does not change for so many seconds is taken for dead.
-PATIENCE = 1.5  # seconds that the store may take to answer whoever failed
+SILENCE = 1.0  # A rank whose note does not change for so many seconds counts as dead.
+PATIENCE = 1.5  # seconds that the store may take to answer a rank that failed
 
 
 class Board:
@@ -34,14 +34,14 @@ class Board:
     """
 
     def __init__(self, store, number, keeper):
-        # A connection each for publishing, for comparing, and for whoever fails: an operation blocks its connection.
+        # A connection each for publishing, for comparing, and for a failure: an operation blocks its connection.
         stores = (dist.PrefixStore(f"watch {number}", store.clone()) for _ in range(3))
         self.store, self.compared, self.at_failure = stores
         self.rank, self.keeper = dist.get_rank(), keeper
         self.notes = {}  # {name of a group: Note}
         self.beats = 0
         self.unreachable = False  # whether the store has left a question unanswered
-        self.publish(self.store)  # at once, so that a rank that never calls is known, too
+        self.publish(self.store)  # at once, so that the board also has a rank that never calls
 
     def publish(self, store):
         """Writes where this rank stands."""
@@ -57,7 +57,7 @@ class Board:
         return json.loads(found(self.at_failure, f"note {rank}") or '{"beats": 0, "calls": {}}')
 
     def judge(self, note):
-        """The verdict on the failure of a call of this group: the one that another rank has given, or a new one."""
+        """The verdict on the failure of a call of this group: the one that another rank has written, or a new one."""
         try:
             return answered(lambda: self._judge(note), SILENCE + PATIENCE)
         except Exception:
@@ -84,13 +84,13 @@ class Board:
         time.sleep(SILENCE)
 
     def tell_failure(self, note):
-        """Publishes that a block has raised. The process may end before the publishing thread gets a turn."""
+        """Publishes that a block has raised. The process may end before the publishing thread does it."""
 
         def tell():
             self.publish(self.at_failure)
             self.at_failure.set(f"failure {note.name}", note.failure)
 
-        with contextlib.suppress(Exception):  # Where the store is gone, the block's own exception says more.
+        with contextlib.suppress(Exception):  # If the store is gone, the block's own exception says more.
             answered(tell, PATIENCE)
 
     def exchange(self, note, text, wait):
@@ -102,7 +102,7 @@ class Board:
         store.set_timeout(timedelta(seconds=note.timeout))
         keys = [f"{key} {rank}" for rank in note.members]
         texts = answered(lambda: store.multi_get(keys), note.timeout + PATIENCE)
-        if note.compared:  # Whoever has written a text for this call has read those for the call compared before.
+        if note.compared:  # A rank that has written a text for this call has read those for the call compared before.
             store.delete_key(note.compared)
         note.compared = f"{key} {self.rank}"
         return texts

@@ -30,7 +30,7 @@ class Alone:
     """The ring of a process that has no process group, or is the only one in it: it sends nothing."""
 
     rank, size = 0, 1
-    together = contextlib.nullcontext  # There is no other rank that has to hear what this one raises.
+    together = contextlib.nullcontext  # There is no other rank that has to know what this one raises.
 
 
 def comm_of(group=None):
@@ -87,10 +87,10 @@ class Comm:
 
     @contextlib.contextmanager
     def together(self):
-        """A call that raises on all ranks where it raises on one: on the others a RingError that quotes it.
+        """A call that raises on all ranks if it raises on one: on the others a RingError that quotes the exception.
 
-        By then every exchange of the call has happened, see ring.py, so that all ranks may call again. Over NCCL no
-        host waits for another rank: watch.py only prints there what was raised.
+        Before that, every exchange of the call happens, see ring.py, so that all ranks may call again. Over NCCL no
+        host waits for another rank: there watch.py only prints the exception.
         """
         error = None
         try:
@@ -125,7 +125,7 @@ class Comm:
 
 
 class Hop:
-    """An exchange that is under way. It keeps both buffers alive until `wait`."""
+    """An exchange that is under way. It holds both buffers until `wait`."""
 
     def __init__(self, comm, works, sent, received, device, header):
         self.comm, self.works, self.sent, self.received, self.device = comm, works, sent, received, device

@@ -7,10 +7,10 @@
     MPICH       PMI_RANK                PMI_SIZE                MPI_LOCALRANKID               MPI_LOCALNRANKS
     Slurm       SLURM_PROCID            SLURM_NTASKS            SLURM_LOCALID                 SLURM_TASKS_PER_NODE
 
-The idea: a launcher starts equal processes, which find out who they are by themselves. Where rank 0 can be reached
-stands in MASTER_ADDR and MASTER_PORT. torchrun sets these. With the others the port is 29500 unless it is given, and
-the address may be left out where all ranks are on one host, and under Slurm, which lists the hosts. torchrun's names
-may also be set by hand. Left out: launchers that tell a process its rank through the PMIx library only. Needs nothing.
+The idea: a launcher starts equal processes, and each finds out its rank by itself. MASTER_ADDR and MASTER_PORT say
+where rank 0 can be reached. torchrun sets both. With the others the port is 29500 unless it is set, and the address may
+be left out where all ranks are on one host, and under Slurm, which lists the hosts. torchrun's names may also be set by
+hand. Left out: launchers that pass a rank to its process only through the PMIx library. Needs nothing.
 """
 
 import os
@@ -82,7 +82,7 @@ def _launcher():
     for launcher, (names, _) in LAUNCHERS.items():
         if "RANK" in os.environ or all(name in os.environ for name in names[:3]):
             return launcher
-    for launcher, (names, _) in LAUNCHERS.items():  # What it has not set is reported.
+    for launcher, (names, _) in LAUNCHERS.items():  # A variable that it has not set is reported.
         if names[0] in os.environ:
             return launcher
     if "PMIX_RANK" in os.environ:
@@ -94,7 +94,7 @@ def _launcher():
 
 
 def _meeting_point(launcher):
-    """(MASTER_ADDR, MASTER_PORT), or what can stand in for them under this launcher."""
+    """(MASTER_ADDR, MASTER_PORT), or under this launcher what replaces them."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if launcher == "torchrun":
         return address, port

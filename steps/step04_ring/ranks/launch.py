@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo    each process calls init()
     spawn(worker, 4, seq)                                                 worker(seq) in four processes, results by rank
 
-The backend is NCCL where each rank has a GPU, otherwise gloo. The caller is told of every failure of a rank: every wait
-has a time limit, and an error carries the rank's number and traceback. A worker must be a function of an importable
+The backend is NCCL where each rank has a GPU, otherwise gloo. The caller gets an error for every failure of a rank: all
+waits have a time limit, and an error has the rank's number and traceback. A worker must be a function of an importable
 module, because processes look it up by name; a function typed into a notebook is not found. A script starts ranks under
 `if __name__ == "__main__":`, because every rank imports the script. Left out: starting ranks on several machines, which
 torchrun, mpirun and srun do; environment.py reads what each of them says.
@@ -32,7 +32,7 @@ from steps import engine
 from . import environment, watch
 from .board import answered
 
-_ME = uuid.uuid4().hex  # tells two processes apart that were given the same rank
+_ME = uuid.uuid4().hex  # distinguishes two processes that were given the same rank
 
 
 class RankError(RuntimeError):
@@ -47,8 +47,8 @@ def init(timeout=60, end_process=False):
     """Joins the process group that the launcher's environment variables describe; returns this rank's device.
 
     timeout: seconds after which the start fails if a rank has not come, and an exchange that has not completed.
-    end_process: over gloo a failed exchange raises RingError, and after that the program may go on; True ends the
-    process in place of that, as NCCL needs it, as soon as the failure of any rank is known.
+    end_process: over gloo a failed exchange raises RingError, and then the program may go on. True ends the process
+    instead, as with NCCL, as soon as the failure of any rank is known.
     Raises RuntimeError or ValueError in one line if a variable is missing or wrong, or if the ranks do not meet.
     """
     _check_timeout(timeout)
@@ -158,8 +158,8 @@ def _join(rank, world_size, local_rank, backend, timeout, store):
     if engine.device == "cuda":  # The device is set before NCCL starts; otherwise all ranks would use the first GPU.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    # After the timeout NCCL's own watchdog ends the process, too, but without a name; watch.py is there before it.
-    # Where the device fails, the watchdog would be first; it shall leave the error to the thread that made the call.
+    # After the timeout NCCL's own watchdog ends the process, too, but names no rank; watch.py acts before it. If the
+    # device fails, the watchdog would act first; it shall leave the error to the thread that made the call.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     dist.init_process_group(
@@ -170,7 +170,7 @@ def _join(rank, world_size, local_rank, backend, timeout, store):
 
 
 def message_device():
-    """Where a tensor has to be that is sent as it is: over NCCL on this rank's GPU, over gloo in host memory."""
+    """The device of tensors that are sent without a copy: over NCCL this rank's GPU, over gloo host memory."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
@@ -268,7 +268,7 @@ def _rank(pipe, rank, world_size, timeout, port):
     def join():
         store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
         _join(rank, world_size, rank, "nccl" if enough else "gloo", timeout, store)
-        # Over NCCL a verdict ends this process, so that it has to be the answer. Over gloo RingError is.
+        # Over NCCL a verdict ends this process, so the verdict is its answer. Over gloo its RingError is the answer.
         say = (lambda line: pipe.send_bytes(pickle.dumps((None, f"RingError: {line}")))) if enough else None
         watch.start(store, say, keeper="the process that started the ranks")
 

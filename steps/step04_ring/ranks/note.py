@@ -50,7 +50,7 @@ class Note:
         self.number = number
         self.failure = ""
         self.now = self.now[0] + 1, 0, arguments
-        self.passed()  # when the device reaches the call; what it still computes before that is no waiting
+        self.passed()  # when the device reaches the call; its earlier work does not count as waiting
 
     def begin_hop(self):
         """The next exchange of this call is about to be posted; returns its number, from 1."""
@@ -59,7 +59,7 @@ class Note:
         return hop + 1
 
     def failed(self, error):
-        """This rank's part of the call has raised, which the others are told at once."""
+        """This rank's part of the call has raised. The board publishes it at once."""
         rank, what = self.members.index(dist.get_rank()), f"{type(error).__name__}: {error}".partition("\n")[0]
         self.failure = self.heard = f"rank {rank} of {len(self.members)} raised {what} in {where(self.now[:2])}"
         self.board.tell_failure(self)

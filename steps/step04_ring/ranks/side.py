@@ -4,9 +4,9 @@
     Side        on GPUs: a CUDA stream, torch's symmetric memory, and its barrier, which has a time limit
     HostSide    without: files in shared memory and a barrier of gloo. Copies are done at once.
 
-The order of the two streams is made by four calls, all of which return at once. `follow` lets the side wait for what
-the computation has been asked to do so far. `mark` notes a moment of the side, and `lead` lets the computation wait for
-it. `barrier` is one on the side's streams of all ranks. Needs torch.
+Four calls order the two streams, and all of them return at once. `follow`: the side waits for all work that the
+computation has been given so far. `mark`: records an event on the side. `lead`: the computation waits for such an
+event. `barrier`: the side's streams of all ranks wait for each other. Needs torch.
 """
 
 import errno
@@ -64,7 +64,7 @@ def _reason_against(comm, device):
 
 
 def _boot():
-    """What is the same for all processes of a host, also in containers with names of their own."""
+    """A text that is the same for all processes of a host, also in containers with names of their own."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return socket.gethostname()
@@ -96,10 +96,10 @@ class Side:
         self.stream = torch.cuda.Stream(self.device, priority=-1)
 
     def memory(self, name, nbytes):
-        """Shared memory of at least so many bytes. Collective where there is none yet, as every rank asks for the same.
+        """Shared memory of at least so many bytes. Collective where there is none yet: every rank needs the same.
 
-        It is never freed, because a captured CUDA graph may go on to use it. A new one is at least twice as large as
-        those before, so that all of them are less than four times what was asked for.
+        It is never freed, because a captured CUDA graph may still use it. Each new one is at least twice as large as
+        those before, so that all of them together are less than four times the largest request.
         """
         known = self.memories.setdefault(name, {})
         fits = [size for size in known if size >= nbytes]
@@ -121,7 +121,7 @@ class Side:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def in_a_graph(self):
-        """Whether what is asked for is not done, but captured in a CUDA graph."""
+        """Whether the calls are captured in a CUDA graph instead of being run."""
         return torch.cuda.is_current_stream_capturing()
 
     def copy(self, *pairs):
@@ -143,7 +143,7 @@ class Side:
             note.passed()
 
     def gate(self, number):
-        """(handle, channel) of the barrier that the call of this number has for itself."""
+        """(handle, channel) of the barrier that only the call of this number uses."""
         page, channel = divmod(number, SIGNALS // self.comm.size)
         while len(self.gates) <= page:
             self.gates.append(self.new_memory(16))
@@ -171,7 +171,7 @@ class SymmetricMemory:
 
 
 class HostSide(Side):
-    """The same without a GPU: the side does everything at once, so that there is nothing to wait for but the ranks."""
+    """The same without a GPU: the side does everything at once, so that only the barrier has to wait."""
 
     def make_stream(self):
         pass
@@ -202,9 +202,9 @@ class HostSide(Side):
 
 
 def allocated(file, nbytes):
-    """Makes a file of so many bytes; why it cannot, in words, or "".
+    """Makes a file of so many bytes; returns in words why it cannot, or "".
 
-    truncate would give a file larger than the memory for it; the first copy beyond that memory would be a SIGBUS.
+    truncate would make a file larger than the memory for it; the first copy beyond that memory would end in SIGBUS.
     """
     try:
         allocate = getattr(os, "posix_fallocate", lambda number, first, size: os.truncate(number, size))  # not on macOS

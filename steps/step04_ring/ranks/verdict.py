@@ -6,9 +6,9 @@
     silent              a rank's note does not change any more: its process died, or was stopped
     furthest back       it does something else, or left a call out
 
-The idea: in a ring everybody soon waits for everybody, so the neighbour that a rank waits for is seldom the cause. The
-four causes are looked for in this order, because the first of them bring about the others. These functions see notes
-and nothing else:
+The idea: in a ring every rank soon waits for another, so the neighbour that a rank waits for is seldom the cause. The
+four causes are looked for in this order, because the earlier ones lead to the later ones. These functions see only
+notes:
 
     {"beats": n, "calls": {group: [(call, hop), arguments, what its block raised]}}
 

@@ -6,9 +6,9 @@
     the guarding thread     with NCCL: fails when the device has been in one exchange for longer than the timeout
     whoever fails first     reads all notes twice and writes the verdict (verdict.py), which every other rank repeats
 
-An exchange over gloo raises in Python by itself. With NCCL, or memory that GPUs share, one that never ends blocks the
-process for ever. Only there does a thread end the process, and only there does a thread print that another rank's block
-raised: over gloo agree.py raises for it. Needs board.py and note.py.
+An exchange over gloo raises in Python by itself. With NCCL, or memory that GPUs share, an exchange that never ends
+blocks the process for ever. So only there a thread ends the process, and only there a thread prints that another rank's
+block raised: over gloo agree.py raises an error instead. Needs board.py and note.py.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from .note import Note
 PERIOD = 0.25  # seconds between two notes of a rank
 
 _watch = None  # this process's Watch, which `start` makes
-_starts = 0  # how often launch.init has started one: a store may outlive a process group and its notes
+_starts = 0  # how often launch.init has started a Watch: a store may outlive a process group and its notes
 
 
 class Watch:
@@ -62,7 +62,7 @@ class Watch:
                 self.board.publish(self.board.store)
                 for note in list(self.board.notes.values()):
                     self._hear(note)
-            except RuntimeError:  # The store is gone; whoever fails says so.
+            except RuntimeError:  # The store is gone; the rank that fails reports it.
                 return
 
     def _hear(self, note):
@@ -106,8 +106,8 @@ class Watch:
 def start(store=None, say=None, end_process=False, keeper="the process that keeps the store"):
     """Watches the calls of this process in the process group that torch.distributed has just initialised.
 
-    store, keeper: of Board; the store is the group's own by default. say(line) is told the verdict, by default where
-    the process is ended after it. end_process: whether it is ended over gloo, too, where an exchange raises in the end.
+    store, keeper: of Board; the store is the group's own by default. say(line) gets the verdict, by default only where
+    the process then ends. end_process: whether the process ends over gloo, too, where a failed exchange only raises.
     """
     global _watch, _starts
     _starts += store is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Which blocks cover what is visible, where the queries and the keys of a block are not those of two ranks.
 
-    few_queries   star: the last queries of the sequence beside a rank's keys
+    few_queries   star: the last queries of the sequence, with a rank's keys
     cut           query-parallel: a run of queries out of packed sequences
 
 The idea of both: a causal block aligns its last query with its last key. So keys after the last query are cut away, and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Lesson 1: one hop. Every rank sends its keys and values to the next rank, and attends to its own and to those it got.
+"""Lesson 1: one hop. Every rank sends its keys and values to the next rank, and attends to its own and the received.
 
     rank 0 -> rank 1 -> rank 2 -> rank 3 -> rank 0        all four messages at the same time
 

@@ -39,7 +39,7 @@ def attention(q, k, v, *, block, overlap=True):
 
 
 def elsewhere(q, k, v):
-    """A block for timing alone: a device computes for 0.1 s, and the processor is free meanwhile, as beside a GPU."""
+    """A block for timing alone: a device computes for 0.1 s, and the processor is free meanwhile, as with a GPU."""
     time.sleep(0.1)
     return torch.zeros_like(q), torch.zeros_like(q[..., 0])
 

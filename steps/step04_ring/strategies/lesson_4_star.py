@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Lesson 4: star. Keys and values stay; the queries go to every rank, and what each rank finds is merged by its lse.
+"""Lesson 4: star. Keys and values stay; the queries go to every rank, and the ranks' results are merged by their lse.
 
     gather the queries | each rank: all queries, its own keys | send the parts (out, lse) home | merge
 
