@@ -690,6 +690,21 @@ def test_two_features_whose_tensors_are_alike_are_two_calls(by):
     assert len(step03.backward(q, q, k, v, *saved, sinks=numbers)) == 4
     saved = step03.forward(q, k, v, alibi_slopes=numbers)
     assert len(step03.backward(q, q, k, v, *saved, alibi_slopes=numbers)) == 3
+    mask = random(1, H, Nq, Nk, seed=6)
+    saved = step03.forward(q, k, v, mask=mask)
+    wanted = [len(step03.backward(q, q, k, v, *saved, mask=mask, mask_gradient=x)) for x in (True, False, True)]
+    assert wanted == [4, 3, 4]
+
+
+def test_the_numbers_in_tensors_are_checked_at_every_call():
+    """Of the first call, and of one whose layout was seen before; not where they are on a GPU."""
+    q, k, v = (x.cpu() for x in example(batch=1))
+    for good, bad in ((starts(0, 4, 4, 18), starts(1, 4, 4, 18)), (starts(0, 9, 9, 18), starts(0, 9, 4, 18))):
+        for call in (step03.forward, step03.attention):
+            given = PACKED | {"check": True}
+            call(*(x.to(engine.device) for x in (q, k, v)), **given | {"cu_seqlens_q": good})
+            with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0, never fall"):
+                call(*(x.to(engine.device) for x in (q, k, v)), **given | {"cu_seqlens_q": bad})
 
 
 def test_dropout_over_packed_sequences_draws_its_seed_among_the_other_tensors():
