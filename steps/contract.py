@@ -236,7 +236,7 @@ class Stage:
     def first_forward(self, q, k, v, options, named, gradient, draws):
         """The Call that computes (out, lse) of such tensors."""
         stand_in = {"seed": 0} if draws and named.get("seed", 0) is None else {}
-        kernel, given, f, own = self.check(0, q, k, v, options | named | stand_in)
+        kernel, given, f, _ = self.check(0, q, k, v, options | named | stand_in)
         if q.numel() == 0 or k.numel() == 0 and f.get("sinks") is None:  # no query, or nothing to sum over
             return Call(unchanged if "out" in named else nothing, {}, named, None, f.get("check_each"))
         kernel, given = self.features.forward_kernel(q, k, f, gradient) or (kernel, given)

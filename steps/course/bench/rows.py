@@ -8,7 +8,7 @@ A row is stale, and no longer shown, once the hash in its `source` has changed. 
 kernel runs and what it computes: its code without comments, and in CUDA how it is launched at the row's own sizes on
 the row's own GPU. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do. Functions
 may move from file to file, because the hash knows no names of files, no imports and no order. Where a kernel's text
-changes and a row's machine code does not, rehash.py gives the row the new hash.
+changes and a row's machine code does not, tests/support/rehash.py gives it the new hash.
 """
 
 import ast

@@ -88,7 +88,9 @@ def backward_kernel(q, k, f, wanted):
     free = f["tile"] is None and not f["deterministic"]
     if q.ndim < 4:
         q = q[(None,) * (4 - q.ndim)]
-    options_of_flash = {name: f[name] for name in OF_FLASH} | {"mask_gradient": "mask" in wanted}
     if free and k.numel() and flash_gluon.fits_backward(q, f["asked"]):
-        return flash_gluon.backward, {name: f[name] for name in ("causal", "scale", "sinks")}
-    return flash.backward, options_of_flash
+        kernel, names = flash_gluon.backward, ("causal", "scale", "sinks")
+    else:
+        kernel, names = flash.backward, (*OF_FLASH, "mask_gradient")
+    f = f | {"mask_gradient": "mask" in wanted}
+    return kernel, dict(zip(names, map(f.get, names), strict=True))

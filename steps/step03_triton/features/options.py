@@ -42,8 +42,7 @@ def read(given, q, k):
     """
     f = read_numbers(given, q)
     used = asked(given | f)
-    if used and given["rung"] is not None:
-        raise ValueError(f"the rungs have no {used[0]}; got rung={given['rung']!r}. Leave rung out.")
+    check_rung(given["rung"], used)
     check_tensors(given | f, q, k)
     check = check_each(given | f, q, k)
     if check is not None:
@@ -54,10 +53,14 @@ def read(given, q, k):
 def read_traced(given, q):
     """The same while torch traces a call, without the checks of tensors. An integer becomes a seed."""
     f = read_numbers(given, q)
-    used = asked(given | f)
-    if used and given.get("rung") is not None:
-        raise ValueError(f"the rungs have no {used[0]}; got rung={given['rung']!r}. Leave rung out.")
+    check_rung(given.get("rung"), asked(given | f))
     return f
+
+
+def check_rung(rung, used):
+    """Raises ValueError where a rung is named beside a feature, which no rung has."""
+    if used and rung is not None:
+        raise ValueError(f"the rungs have no {used[0]}; got rung={rung!r}. Leave rung out.")
 
 
 def asked(f):
