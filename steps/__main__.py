@@ -196,6 +196,8 @@ def check(what: Several):
         head, _, rest = repr(report).partition("\n")
         console.print(head, style=style, markup=False, highlight=False, soft_wrap=True)
         console.print(rest, markup=False, highlight=False, soft_wrap=True)
+        if report.verdict == "passed":
+            exercises.note_passed(exercises.find(report.id))
     if any(report.failed for report in reports):
         raise typer.Exit(1)
 

@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-SCORES, MISTAKES = TEXTS["scores"], TEXTS["mistakes"]
+SCORES, MISTAKES, SAYS = TEXTS["scores"], TEXTS["mistakes"], TEXTS["says"]
 
 
 class Unclear(Exception):
@@ -41,11 +41,11 @@ def parse(line):
     """The expression for the new l, from a line with or without "l =". Raises Unclear."""
     line = line.strip().replace("\N{MINUS SIGN}", "-")  # as it is copied from a paper
     if len(line) > 300:
-        raise Unclear("This is longer than one line. The answer needs some 35 characters.")
+        raise Unclear(SAYS["too_long"])
     try:
         statements = ast.parse(line).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise Unclear("Python cannot read this line. Are the brackets closed? Has each product a *?") from None
+        raise Unclear(SAYS["unreadable"]) from None
     match statements:
         case [ast.Expr(value=found)]:
             return found
@@ -53,7 +53,7 @@ def parse(line):
             return found
         case [ast.AugAssign(target=ast.Name(id="l"), op=op, value=found)]:
             return ast.BinOp(ast.Name("l"), op, found)
-    raise Unclear("Write one expression: what stands at the question mark. No other statement is needed.")
+    raise Unclear(SAYS["one_expression"])
 
 
 def value(node, names):
@@ -71,8 +71,8 @@ def value(node, names):
             if name in CONSTANTS:
                 return CONSTANTS[name]
             if name in FUNCTIONS:
-                raise Unclear(f"{name} is a function: write {name}(...).")
-            raise Unclear(f"There is no {name!r} here. There are {', '.join(NAMES)} and {', '.join(FUNCTIONS)}.")
+                raise Unclear(SAYS["is_function"].format(name=name))
+            raise Unclear(SAYS["unknown_name"].format(name=name))
         case ast.Attribute(value=ast.Name(id=module), attr=name) if module in MODULES and name in CONSTANTS:
             return CONSTANTS[name]
         case ast.BinOp(left=a, op=op, right=b) if type(op) in OPERATORS:
@@ -88,7 +88,7 @@ def value(node, names):
         case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name), keywords=[]):
             if module in MODULES and name in FUNCTIONS:
                 return FUNCTIONS[name](*map(of, node.args))
-    raise Unclear("Only arithmetic is computed here: + - * / **, if ... else, and " + ", ".join(FUNCTIONS) + ".")
+    raise Unclear(SAYS["no_arithmetic"])
 
 
 def run(expression, scores, m=-math.inf, l=0.0):
@@ -100,7 +100,7 @@ def run(expression, scores, m=-math.inf, l=0.0):
         except (ArithmeticError, ValueError, RecursionError):
             return math.nan
         except TypeError:  # exp() without a number, say, or the order of complex numbers
-            raise Unclear("One of the functions cannot take what you gave it.") from None
+            raise Unclear(SAYS["misused"]) from None
         if isinstance(l, complex):  # a negative number to the power of 0.5
             return math.nan
         m = m_new
@@ -132,13 +132,14 @@ def judge(line):
     if not wrong:
         return True, TEXTS["right"]
     name = wrong[0]
-    says = f"Not yet. For {name}, {SCORES[name]},\nl ends at {got[name][0]:.4g} and should be {want[name]:.4g}."
+    numbers = {"got": f"{got[name][0] + 0:.4g}", "want": f"{want[name]:.4g}"}  # + 0 turns -0 into 0
+    says = SAYS["not_yet"].format(name=name, scores=SCORES[name], **numbers)
     for answer, words in MISTAKES.items():
         mistaken = results(parse(answer))
         if all(same(got[name], mistaken[name]) for name in SCORES):
             return False, f"{says}\n{words}"
     if all(same(got[name][1:], [want[name]]) for name in SCORES):
-        return False, f"{says}\nFrom the second score on it is right. At the first, m is -inf and l is 0."
+        return False, f"{says}\n{SAYS['first_score']}"
     return False, says
 
 
@@ -149,15 +150,12 @@ def judge_start(text):
         statements = ast.parse(text.strip().removeprefix("m").strip().removeprefix("=").strip(), mode="eval")
         start = value(statements.body, {})
     except (Unclear, SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError):
-        return False, "Write a number, or inf with a sign."
+        return False, SAYS["no_number"]
     if start == -math.inf:
         return True, TEXTS["next"]
     if start == 0:
-        return False, (
-            "Not 0: for the scores [-1000, -1001, -999] m would stay 0, and exp(-1000) is 0 in floating point.\n"
-            "l would be 0, and softmax 0 / 0."
-        )
-    return False, f"Not {start:g}: if all scores are far below it, l is 0 again. What is below every score?"
+        return False, SAYS["start_at_0"]
+    return False, SAYS["start_elsewhere"].format(start=f"{start:g}")
 
 
 def ask(judged_by, prompt, hints):

@@ -504,9 +504,11 @@ def test_the_ladder_shows_each_rung_once_says_what_differs_and_has_the_peers_of_
         "fwd": {"rungs": [["scalar", 4.0, "fp32\nD=64"], ["mma", 50.0, ""]], "peers": {"sdpa-flash": 340.0}},
         "bwd": {"rungs": [["scalar", 1.5, "fp32\nD=64"]], "peers": {}},
     }
-    forward, backward = plots.ladder(ladder_rows()).axes
+    forward, backward = plots.ladder(plots.ladder_numbers(ladder_rows())).axes
     assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and forward.lines[0].get_ydata()[0] == 340
     assert [bar.get_height() for bar in backward.patches] == [1.5]
+    (narrow,) = plots.ladder_narrow(plots.ladder_numbers(ladder_rows())).axes
+    assert [bar.get_width() for bar in narrow.patches] == [4.0, 50.0, 1.5]
 
 
 def test_the_ladder_is_drawn_again_when_its_numbers_change(tmp_path, monkeypatch):

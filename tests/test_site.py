@@ -157,15 +157,23 @@ def test_notebooks_and_kernels_are_pages_with_their_folds_and_words(pages):
     for kernel in kernels:
         html = (site / kernel.relative_to(ROOT)).with_suffix(".html").read_text()
         assert "linenos" in html and kernel.name in html
+        assert "Told in notebook" in html and "../../notebooks/0" in html, "a way into the course"
     text = (site / "notebooks" / "02d_fa2_cuda_hopper.html").read_text()
     assert "steps/step02_fa2_cuda/fwd_8_hopper.html" in text, "a file's name in the text leads to its page"
+
+
+@pytest.mark.long
+def test_a_page_says_what_it_is_to_whoever_shares_its_link(pages):
+    for path in pages:
+        text = path.read_text()
+        assert 'icon" href=' in text and '<meta name="description"' in text and 'property="og:title"' in text, path
 
 
 @pytest.mark.long
 def test_the_first_screen_sells_the_course_and_the_site_is_small(pages):
     site = ROOT / "build" / "site"
     first = (site / "index.html").read_text().split('id="puzzle-0"')[0]
-    for words in ("Start reading", "ladder.png", "You do not rescale l", "player.html"):
+    for words in ("Start reading", "ladder_narrow.png", "You do not rescale l", "player.html", "No GPU", "% faster"):
         assert words in first, words
     assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 20e6
     assert "CHARTS" in (site / "notebooks" / "site" / "gallery.html").read_text()

@@ -144,6 +144,7 @@ PEERS = {
     "fa4": ("FlashAttention-4", ":", GREYS[1]), "fa3": ("FlashAttention-3", "-.", GREYS[3]),
 }  # fmt: skip
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
+NARROW = "notebooks/figures/ladder_narrow.png"  # stage 02's, for the site's first screen and for phones
 
 
 def like_the_ladder(row):
@@ -198,15 +199,12 @@ def differing(row):
     return [row["dtype"]] * (not same_dtype) + [f"D={row['D']}"] * (not same_D)
 
 
-def ladder(rows, stage="02_fa2_cuda"):
+def ladder(numbers):
     """TFLOP/s of a stage's rungs, one after the other, forward and backward; the peers as lines.
 
-    The right axis is the share of the measured matrix product. A rung that does not take the ladder's head_dim or dtype
-    is shown with another, and says so.
+    numbers: as `ladder_numbers` gives them. The right axis is the share of the measured matrix product. A rung that
+    does not take the ladder's head_dim or dtype is shown with another, and says so.
     """
-    numbers = ladder_numbers(rows, stage)
-    if numbers is None:
-        raise ValueError(f"no rows of {stage} in both passes; `python -m steps.course.bench` measures them.")
     style()
     counts = [len(numbers[pass_]["rungs"]) for pass_ in ("fwd", "bwd")]
     how = dict(figsize=(10.8, 4.4), sharey=True, layout="constrained", width_ratios=[n + 1.5 for n in counts])
@@ -239,6 +237,29 @@ def ladder(rows, stage="02_fa2_cuda"):
     return fig
 
 
+def ladder_narrow(numbers):
+    """The same numbers (as `ladder_numbers` gives them) as one column of lying bars, which fits a phone."""
+    rungs = [("forward", *rung) for rung in numbers["fwd"]["rungs"]]
+    rungs += [("backward", *rung) for rung in numbers["bwd"]["rungs"]]
+    fig, ax = subplots(figsize=(4.4, 4.8))
+    gap = len(numbers["fwd"]["rungs"])
+    places = [n + 0.9 * (n >= gap) for n in range(len(rungs))]
+    bars = ax.barh(places, [tflops for *_, tflops, _ in rungs], height=0.7, color=COLOURS[0])
+    ax.bar_label(bars, fmt="%.3g", padding=3, color=INK, fontsize=9)
+    names = [" ".join([word, *note.split("\n")]).strip() for _, word, _, note in rungs]
+    ax.set_yticks(places, names, fontsize=9)
+    for pass_, first, last in (("fwd", 0, gap), ("bwd", gap, len(rungs))):
+        if (peer := numbers[pass_]["peers"].get("sdpa-cudnn")) is not None:
+            ax.vlines(peer, places[first] - 0.5, places[last - 1] + 0.5, color=INK, lw=1.2)
+            ax.text(peer, places[first] - 0.55, f"cuDNN {peer:.3g}", ha="right", va="bottom", fontsize=9)
+    longest = max(tflops for *_, tflops, _ in rungs)
+    ax.set(ylim=(places[-1] + 0.6, -1.1), xlim=(0, 1.18 * longest), xlabel="TFLOP/s")
+    ax.grid(axis="y", visible=False)
+    ax.set_title(f"{numbers['gpu']}: forward, then backward", fontsize=10, loc="right")
+    plt.close(fig)
+    return fig
+
+
 def numbers_in(picture):
     """What a picture was drawn from, as `ladder_numbers` gives it; None if there is no such file."""
     return json.loads(Image.open(picture).text.get("Description", "null")) if picture.exists() else None
@@ -251,7 +272,8 @@ def main(
     """Draws the ladders of stages 02 and 03 for the pages, from the rows of kernels as they are now."""
     require_clone("steps.course.figures.plots")
     shown = results.fresh(results.read(root / results.COMMITTED.relative_to(results.ROOT)), root)
-    for stage, path in PICTURES.items():
+    drawn = {path: (stage, ladder) for stage, path in PICTURES.items()} | {NARROW: ("02_fa2_cuda", ladder_narrow)}
+    for path, (stage, draw) in drawn.items():
         numbers = ladder_numbers(shown, stage)
         if numbers == numbers_in(root / path):
             print(f"{path} is up to date.")
@@ -260,7 +282,7 @@ def main(
             raise typer.Exit(1)
         else:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
-            ladder(shown, stage).savefig(root / path, dpi=110, metadata={"Description": json.dumps(numbers)})
+            draw(numbers).savefig(root / path, dpi=110, metadata={"Description": json.dumps(numbers)})
             print(f"{path} is drawn.")
 
 
