@@ -6,6 +6,7 @@
 import datetime
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,24 @@ def test_the_citation_is_of_this_version():
     assert (cff["authors"], cff["keywords"]) == (PROJECT["authors"], PROJECT["keywords"])
     assert isinstance(cff["date-released"], datetime.date)
     assert (ROOT / "README.md").read_text().startswith(f"# {cff['title']}\n")
+    newest = re.search(r"^## (.+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest.groups() == (PROJECT["version"], str(cff["date-released"]))
+
+
+def test_issue_forms_are_as_github_reads_them():
+    yaml = pytest.importorskip("yaml")
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert {form.stem for form in forms} == {"config", "fault", "rows", "erratum"}
+    for form in forms:
+        read = yaml.safe_load(form.read_text())
+        if form.stem == "config":
+            continue
+        assert {"name", "description", "body"} <= read.keys() <= {"name", "description", "body", "labels", "title"}
+        fields = [field for field in read["body"] if field["type"] != "markdown"]
+        assert {field["type"] for field in fields} <= {"input", "textarea"} and len(fields) >= 2
+        assert len({field["id"] for field in fields}) == len(fields)
+        assert all(field["attributes"]["label"] for field in fields)
+    assert "python -m steps engine" in (ROOT / ".github/ISSUE_TEMPLATE/fault.yml").read_text()
 
 
 def test_ranges_admit_the_pins():

@@ -29,6 +29,7 @@ import gallery  # noqa: E402
 import progress  # noqa: E402
 
 project = "FlashAttention, step by step"
+release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 extensions = ["myst_nb", "sphinx_external_toc", "sphinx_copybutton"]
 external_toc_path = str(HERE / "toc.yml")
 html_theme, html_title = "furo", project
@@ -56,7 +57,8 @@ myst_heading_anchors = 4
 STAGES = "steps/step0[0-4]_*"
 CODE = (".py", ".cu", ".cuh", ".h", ".cpp")
 include_patterns = [
-    "README.md", "CONTRIBUTING.md", "notebooks/*.ipynb", "notebooks/TEACHING.md", "notebooks/site/*.md", "papers/*.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notebooks/*.ipynb", "notebooks/TEACHING.md",
+    "notebooks/site/*.md", "papers/*.md",
     "reference/*.md", "reference/*.py", "steps/*.md", "steps/*.py", f"{STAGES}/**", "steps/course/figures/*.py",
     "steps/course/**/*.md", "steps/course/workbook/*/*.py",
     *(f"tests/test_{stage.name}.py" for stage in ROOT.glob(STAGES)),
@@ -238,6 +240,13 @@ def about(app, pagename, templatename, context, doctree):
     context["metatags"] += "\n".join(f'<meta property="{name}" content="{value}">' for name, value in tags.items())
 
 
+def foot(app, pagename, templatename, context, doctree):
+    """Each page ends with the edition, so that a printed page says of which one it is."""
+    changes = f"{context['pathto']('CHANGELOG')}"
+    line = f'<p class="edition">{project}, edition {release}. <a href="{changes}">What changed</a></p>'
+    context["body"] = context.get("body", "") + line
+
+
 def setup(app):
     app.add_source_parser(CodeParser)
     for suffix in CODE:
@@ -248,3 +257,4 @@ def setup(app):
     app.connect("doctree-resolved", link_names_of_files)
     app.connect("html-page-context", without_contents)
     app.connect("html-page-context", about)
+    app.connect("html-page-context", foot)
