@@ -19,7 +19,7 @@
 # ![Left, the 48 x 48 weights of 48 tokens. Right, one tile of 16 x 16, and an arrow to the next.](../notebooks/figures/question_00.png)
 #
 # - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU.
-# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py). Each version, or **rung**, adds one idea.
 # - **Tests:** `pytest tests/test_step00_naive.py`. **Symbols:** [reference/symbols.md](../reference/symbols.md).
 #   **Terms:** [reference/glossary.md](../reference/glossary.md).
@@ -113,8 +113,8 @@ print("row 5:", by_loops[5], " as torch's own:", torch.allclose(by_loops, torch_
 # Q, K, V and O have $N d$ numbers each, S and P have $N^2$. A model computes many such attentions side by side, H
 # **heads** for each of B sequences.
 #
-# Rung 1, `fwd_1_matrix.py`, is the matrix form. Its peak memory is the most bytes that its tensors take at the same time.
-# **By which factor does the peak grow when N doubles?**
+# Rung 1, `fwd_1_matrix.py`, is the matrix form. Its **peak memory** is what all its tensors take together at the worst
+# moment. **By which factor does the peak grow when N doubles?**
 
 # %% slideshow={"slide_type": "fragment"}
 for N in (128, 256, 512, 1024, 2048):
@@ -126,7 +126,8 @@ print(f"S of one head at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. A softmax that never sees its whole row
 #
-# The peak grows by 4, as $N^2$ does: it is S and what softmax makes of it. The $N^2$ *operations* are attention itself and
+# The peak grows by 4, as $N^2$ does. Four matrices of N x N are alive at the worst moment: S, its exponentials, these
+# divided by their sum, and P, in which rows that see no key are set to 0. The $N^2$ *operations* are attention itself and
 # stay. The $N^2$ *memory* can go, if softmax can do without its whole row of scores, and the backward without P.
 #
 # ### First, it must not overflow
@@ -222,9 +223,8 @@ check("00.2", online_update)
 # ## 4. Tile by tile
 #
 # **Claim 5.** Keys may come in groups. Bc keys move m once, add a sum to l, and a matrix product to O. Their scores with
-# Br queries are a **tile** of S, and only one tile exists at a time. This is rung 3, FlashAttention-2's Algorithm 1, in
-# whose line [10] the paper prints an inverse that must not be there ([erratum E12](../papers/errata.md)). Its P is
-# $e^{S - m}$, not yet divided by l.
+# Br queries are a **tile** of S, and only one tile exists at a time. This is rung 3, FlashAttention-2's Algorithm 1. Its P
+# is $e^{S - m}$, not yet divided by l.
 #
 # | line | what it does | in `fwd_3_tiled.py` |
 # |---|---|---|
@@ -234,7 +234,8 @@ check("00.2", online_update)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, for a tile |
 # | [12–15] | O / l and lse, written once | end of the outer loop |
 #
-# What the inner loop keeps does not grow with N. The site's [player](../notebooks/site/player.md) shows the tiles in motion.
+# In line [10] the paper prints the inverse of alpha, which must not be there ([erratum E12](../papers/errata.md)). What the
+# inner loop keeps does not grow with N. The site's [player](../notebooks/site/player.md) shows the tiles in motion.
 
 # %% slideshow={"slide_type": "subslide"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
@@ -247,18 +248,22 @@ for Br, Bc in ((16, 16), (64, 64), (128, 128)):
 show("fwd_3_tiled", "forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Exercise 00.3: mask a causal tile
+# ### The causal mask
 #
 # **Causal**: a query sees keys up to its own position. There may be Nq queries and Nk keys, as in a chat whose last
 # tokens are new. Then the *last* query sees every key: the diagonal ends at the bottom right.
 #
 # With more queries than keys the first queries see no key. Their sums are empty, so `out` is 0 and `lse` is log 0 = -inf.
-# In the picture dots are scores that are seen, orange tiles need the mask, and white ones are never visited.
-#
-# Set to -inf the scores that the queries of a tile may not see; `shift` is Nk - Nq.
+# The code knows such a row by l = 0. In the picture dots are scores that are seen, orange tiles need the mask, and white
+# ones are never visited.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Exercise 00.3: mask a causal tile
+#
+# Set to -inf the scores that the queries of a tile may not see; `shift` is Nk - Nq.
 
 # %% slideshow={"slide_type": "fragment"}
 def mask(S, i, j, shift):
@@ -307,16 +312,19 @@ for name, own, auto in zip(("dQ", "dK", "dV"), (dQ, dK, dV), by_autograd, strict
 print("delta, two ways:", torch.allclose(delta, (P * dP).sum(-1), atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Exercise 00.4: one tile of the backward
+# ### The backward, tile by tile
 #
 # Every formula works on one tile at a time, and nothing is rescaled, because lse is final. P need not be stored: the
 # backward *recomputes* it. In FlashAttention-2's Algorithm 2, below, the outer loop goes over key tiles, so that dK_j and
 # dV_j are finished in one visit.
-#
-# Recompute P of a tile from q, k and lse, and find its dS. `q[..., rows, :]` is Q_i. Do not forget the mask.
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_3_tiled", "backward")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Exercise 00.4: one tile of the backward
+#
+# Recompute P of a tile from q, k and lse, and find its dS. `q[..., rows, :]` is Q_i. Do not forget the mask.
 
 # %% slideshow={"slide_type": "fragment"}
 def tile_gradients(dout, q, k, v, lse, delta, rows, keys, causal, scale):
@@ -329,8 +337,9 @@ check("00.4", tile_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# All stages are compared with a float64 reference. The tolerance is twice the error of the matrix form in the same
-# precision, plus what rounding may add.
+# Every stage has to give right results for one list of inputs, its **contract**. "Right" is measured against a reference in
+# float64. How far a result may be off depends on the input: twice as far as the matrix form is off when it is computed
+# in the stage's own precision, plus what the last rounding adds.
 #
 # Now break one thing: `forward` passes 0 to `mask` instead of Nk - Nq. **Which kind of input will fail?**
 #

@@ -20,7 +20,7 @@
 # ![Device memory with Q, K, V, O; shared memory with tiles; registers with 8 x 8 numbers of S and O.](../notebooks/figures/question_01.png)
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about 45 minutes to read, 120 minutes more with the exercises.
+# - **Time:** about 55 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after part 3.
 # - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), three rungs.
 # - **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** [papers/flash_attention.md](../papers/flash_attention.md).
@@ -44,9 +44,10 @@ print(steps.engine.describe())
 #
 # **Device memory is the first bottleneck.** Standard attention, notebook 00's matrix form, writes S and P there and reads
 # them again. FlashAttention computes a tile of S, uses it and discards it, on the chip. The faster the arithmetic, the
-# more this matters: products of 16-bit floats (fp16) take much less time than those of float32.
+# more this matters: products of 16-bit floats (fp16) are much faster than those of float32.
 #
-# **Shared memory is the second.** While it gives one number, the SM can do four **multiply-adds**, a b + c.
+# **Shared memory is the second.** In the time in which it delivers one number, the SM can do four **multiply-adds**, a b + c.
+# Here are the memories of an H200, the GPU on which the course was measured:
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.memories(N=4096, d=64))
@@ -109,8 +110,9 @@ figures.visits_of_O(V, visits(multiply_by_l=True))
 # `kernel[blocks, threads](arguments)`. `threadIdx` is a thread's number in its block, `blockIdx` the block's number, and
 # `cuda.grid(1)` the thread's number in the whole grid. A kernel may call functions marked `cuda.jit(device=True)`.
 #
-# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: no thread goes on
-# before all threads of the block have arrived. `cuda.to_device` copies an array to device memory.
+# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: it waits for all
+# threads of the block that have not returned, and they all have to come to this same barrier. `cuda.to_device` copies an
+# array to device memory.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -146,13 +148,52 @@ no_barrier[1, 6](x, out)
 print(out.copy_to_host())
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Four puzzles of one line
+#
+# Write a line for each `...`, and run the cell.
+#
+# 1. **An index.** Blocks of `size` threads copy x to y, one number a thread. Which number does a thread of a block take?
+# 2. **A guard.** x has N numbers, and there are more threads. When does the thread with number n of the grid have work?
+# 3. **A barrier.** After which of these lines must `cuda.syncthreads()` stand, 1, 2 or 3?
+#
+#    ```python
+#    t = cuda.threadIdx.x               # line 1
+#    tile[t] = x[t]                     # line 2
+#    neighbour = tile[max(t - 1, 0)]    # line 3
+#    out[t] = x[t] - neighbour          # line 4
+#    ```
+#
+# 4. **Rows.** A block may have two dimensions. Its T threads are numbered along x first, t = y * width + x, as in the
+#    picture. The Br rows of a tile are dealt out in turn. Which `range` of rows does thread t compute?
+#
+# <details><summary>Answers</summary>
+#
+# ```python
+# index = lambda block, size, thread: block * size + thread
+# guard = lambda n, N: n < N
+# barrier = 2
+# rows = lambda t, T, Br: range(t, Br, T)
+# ```
+#
+# A thread without work skips the work, never a barrier that the others need.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+index = lambda block, size, thread: ...
+guard = lambda n, N: ...
+barrier = ...
+rows = lambda t, T, Br: ...
+figures.puzzles(index, guard, barrier, rows)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 0: Algorithm 1, line by line
 #
 # Here is the whole kernel for six tokens and tiles of 2 x 2: each thread computes one number of S. In brackets stand the
 # lines of the paper's Algorithm 1. Read the barriers first: the comments say what all threads have done there.
 #
-# A block handles one head. Q_i, K_j, V_j and S have to fit into the 48 KiB of shared memory that it has without asking
-# for more. At d = 64 tiles of 64 x 64 would take $4\,(3 \cdot 64 \cdot 64 + 64 \cdot 64)$ bytes = 64 KiB.
+# A block handles one head. Q_i, K_j, V_j and S have to fit into 48 KiB of shared memory. At d = 64 tiles of 64 x 64 would
+# take $4\,(3 \cdot 64 \cdot 64 + 64 \cdot 64)$ bytes = 64 KiB.
 
 # %% slideshow={"slide_type": "subslide"}
 N, d, Br, Bc = 6, 2, 2, 2
@@ -194,14 +235,14 @@ print("row 5:", O.copy_to_host()[0, 5].round(2))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.1: one tile of keys, with O kept normalised
 #
-# Part 2's claim, one thread a row. Of T threads, thread t computes rows t, t + T, and so on, with
+# Part 2's claim, one thread a row, with the rows of puzzle 4: thread t of T computes rows t, t + T, and so on, with
 # t = `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`.
 #
 # | argument | what it is |
 # |---|---|
 # | `S` (Br, at least Bc), shared | arrives as scores, leaves as $P = e^{S - m_b}$ |
 # | `old`, `new` (Br,), shared | you write the factors of O and of P V_j |
-# | `l`, `m` (heads, Nq), device memory | read and written anew; the tile's row r is `l[head, i + r]`, if l has it |
+# | `l`, `m` (heads, Nq), device memory | read and written anew; row r of the tile is `l[head, i + r]`. Beyond Nq there is none: skip it |
 #
 # `exp_difference(x, m)` is exp(x - m), and 0 for x = -inf. In a row that has seen no key l_new is 0, and both factors are
 # 0. Write `ZERO` for 0, as 0.0 is float64 for Numba.
@@ -220,9 +261,8 @@ check("01.1", online_update)
 #
 # ### The order of the visits
 #
-# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the picture a tile has the number of
-# its visit. In the second order O stays on the chip until its rows are complete. The site's
-# [player](../notebooks/site/player.md) plays both.
+# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order O stays on the chip until
+# its rows are complete. The site's [player](../notebooks/site/player.md) plays both.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.order_of_visits()
@@ -230,7 +270,7 @@ figures.order_of_visits()
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Numbers that pass between device memory and the chip
 #
-# - *standard* writes and reads S and P: $4N^2$;
+# - *standard* writes and reads S and P, $4N^2$, beside q, k, v and out, $4Nd$;
 # - *fa1*: each key tile reads Q and O and writes O, with l and m: about $(3d+4)N^2/B_c$;
 # - *fa2*: each query tile reads K and V: about $2dN^2/B_r$.
 #
@@ -248,9 +288,8 @@ print(figures.traffic(N=1024, d=64))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
 #
-# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, on one SM:
-# 16 heads keep 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block: at N = 4096, 128
-# queries a tile, these are $16 \cdot 32 = 512$.
+# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block: 16 heads keep
+# 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block: at N = 4096, 512 of 128 queries.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.2: the same tile, with O not divided
@@ -273,6 +312,7 @@ check("01.2", online_update)
 # In rungs 0 and 1 `dot` fetches both factors of every product from shared memory: 2 loads a multiply-add. In rung 2 a
 # thread computes a **patch** of 8 x 8 numbers of S. For each of the d columns it fetches 8 numbers of Q_i and 8 of K_j,
 # and multiplies each with each: 16 loads for 64 multiply-adds. The sums stay in its registers, of which it can have 255.
+# A TFLOP/s is $10^{12}$ operations a second, and a multiply-add counts as two.
 
 # %% slideshow={"slide_type": "fragment"}
 for name, loads, products in (("dot", 2, 1), ("a patch of 8 x 8", 16, 64)):
@@ -286,8 +326,8 @@ for name, loads, products in (("dot", 2, 1), ("a patch of 8 x 8", 16, 64)):
 # Rung 0's backward has keys outside too: dQ is loaded and stored at every visit, as O was. It has P of a tile and needs
 # dS = P (dP - delta), as in notebook 00.
 #
-# dO_i is (Br, D), V_j (Bc, D), delta (heads, Nq) in device memory. The tile's row r is `delta[head, i + r]`, if
-# delta has it. The threads divide the tile among themselves, as in `show("fwd_0_published", "scores")`. There is no
+# dO_i is (Br, D), V_j (Bc, D), delta (heads, Nq) in device memory. Row r of the tile is `delta[head, i + r]`; beyond Nq
+# there is none. The threads divide the tile among themselves, as in `show("fwd_0_published", "scores")`. There is no
 # barrier before: a thread may read only those entries of P that it has written itself.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -302,7 +342,7 @@ check("01.3", score_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Every rung runs on the inputs of stage 00; here are three. Then we break rung 0. When causal, its inner loop starts at
+# Every rung has to pass the contract, stage 00's list of inputs; here are three. Then we break rung 0. When causal, its inner loop starts at
 # `first_query_tile`: key j is first seen by query j - (Nk - Nq). Suppose we forget Nk - Nq. **Which causal input fails:
 # as many queries as keys, fewer, or more?**
 #
@@ -326,8 +366,7 @@ print(figures.cases_of_the_contract(*causal, first_query_tile=shift_forgotten))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bug hunts 01.bug1 and 01.bug2
 #
-# `show("01.bug1")` and `show("01.bug2")` are broken kernels. Write tests that fail on the broken kernel and pass on the
-# right one.
+# `show("01.bug1")` and `show("01.bug2")` are broken kernels. Write a test for each, as in notebook 00.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.symptom("01.bug1"))
@@ -373,8 +412,7 @@ print(figures.speeds())
 #
 # Patches in registers bring more than the order of the loops: from 1.7 to 20 TFLOP/s at d = 64.
 #
-# `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third. So is standard attention at d = 128
-# and in the backward, because in float32 its traffic takes no longer than its arithmetic.
+# `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third. Stage 02 shows what is missing.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
@@ -386,10 +424,10 @@ print(figures.speeds())
 #
 # **Ask yourself**
 #
-# 1. Why must every thread of a block reach each barrier, even one that has no row?
+# 1. A thread without a row skips a barrier, and waits at the next one. What happens?
 #    <details><summary>Answer</summary>
 #
-#    A barrier waits for all threads of the block.
+#    CUDA does not say. So a thread without a row skips the work, and never a barrier.
 #    </details>
 # 2. What would be saved by storing O undivided between rung 0's visits? What would be lost?
 #    <details><summary>Answer</summary>

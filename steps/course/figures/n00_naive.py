@@ -14,7 +14,7 @@ from reference import cases, error, mutants
 from steps import engine
 from steps import step00_naive as stage
 from steps.course.figures.picture import pictured
-from steps.course.figures.plots import FAINT, INK, OPERAND, SEEN, cells, subplots, visited_tiles
+from steps.course.figures.plots import FAINT, INK, OPERAND, SEEN, UNSEEN, cells, subplots, visited_tiles
 from steps.course.workbook import exercises
 from steps.step00_naive import fwd_3_tiled
 
@@ -89,20 +89,26 @@ def milliseconds(forward, N):
 
 @pictured
 def running_maximum(scores, steps):
-    """Two plots over keys 0 to 5. The running maximum steps up at keys 1, 3 and 4. There the sum l is multiplied by
-    alpha, 0.24, 0.24 and 0.49, and 1 is added.
+    """Two plots over keys 0 to 5. The maximum steps up at keys 1, 3 and 4. There the sum l falls, by the factors
+    alpha of 0.24, 0.24 and 0.49, and then rises by 1. At the other keys it rises a little.
     """
     fig, (top, bottom) = subplots(2, 1, figsize=(7.2, 3.8), sharex=True)
     m, l, _ = (torch.stack(x) for x in zip(*steps, strict=True))
     keys = range(len(scores))
     top.bar(keys, scores, width=0.35, color=OPERAND["S"])
     top.step(keys, m, "o-", where="post", color=INK)
-    bottom.plot(keys, l, "o-", color=INK)
+    bottom.plot(0, l[0], "o", color=INK)
     for j in keys[1:]:
+        rescaled = (m[j - 1] - m[j]).exp() * l[j - 1]
+        bottom.plot((j - 1, j - 0.2), (l[j - 1], l[j - 1]), color=FAINT)
+        bottom.plot((j - 0.2, j - 0.1), (l[j - 1], rescaled), color=UNSEEN)
+        bottom.plot((j - 0.1, j), (rescaled, l[j]), "o-", color=INK, markevery=[1])
         if m[j] > m[j - 1]:
-            bottom.text(j, l[j] + 0.12, f"x {(m[j - 1] - m[j]).exp():.2f}, then + 1", ha="right", fontsize=9)
+            bottom.text(j - 0.3, rescaled, f"x {(m[j - 1] - m[j]).exp():.2f}", ha="right", va="bottom", fontsize=9)
+            bottom.text(j + 0.05, (rescaled + l[j]) / 2, "+ 1", va="center", fontsize=9)
     top.set(title="bars: the scores; black: their running maximum m")
-    bottom.set(title="l, and its factor alpha where m moves", xlabel="key j", xticks=keys, ylim=(0.9, 2.0))
+    bottom.set(title="the sum l: orange, alpha shrinks it; black, the new key's term", xlabel="key j", xticks=keys)
+    bottom.set(ylim=(0, 1.9))
     return fig
 
 

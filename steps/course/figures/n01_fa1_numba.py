@@ -10,7 +10,7 @@ from steps.course.bench import rows
 from steps.course.figures.measured import H200 as GPU
 from steps.course.figures.n00_naive import outcome, symptom  # noqa: F401  The notebook's hunts begin with symptom.
 from steps.course.figures.picture import pictured
-from steps.course.figures.plots import FAINT, INK, OPERAND, PALE, cells, subplots, table
+from steps.course.figures.plots import COLOURS, FAINT, INK, OPERAND, PALE, boxes, cells, subplots, table
 from steps.step00_naive import io_count
 
 MULTIPLY_ADDS = GPU.fp32_tflops / 2  # in 10^12 a second, all SMs together: 128 an SM and cycle
@@ -48,6 +48,55 @@ def visits_of_O(V, trace):
         ax.plot(*O, "X", color=OPERAND["O"], ms=10, label="new O")
         ax.set(title=f"visit {n + 1}: keys {2 * n}, {2 * n + 1}", xlim=(-1, 11), ylim=(-1, 7.6))
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return fig
+
+
+# ---- four puzzles of one line ----------------------------------------------------------------------------------------
+
+
+def verdict(answer, cases, right):
+    """What an answer is worth: the first of the cases, {what it is asked: what is expected}, that it gets wrong."""
+    for asked, want in cases.items():
+        try:
+            got = answer(*asked)
+        except Exception as problem:  # whatever the reader's line raises
+            got = f"{type(problem).__name__}: {problem}"
+        if got is ...:
+            return "still to be written"
+        if (list(got) if isinstance(got, range) else got) != want:
+            return f"{asked} gives {got!r}, and should give {want!r}"
+    return f"right. {right}"
+
+
+def verdict_on_barrier(after):
+    wrong = {
+        1: "not after line 1: there no thread has stored anything that another one needs",
+        3: "not after line 3: there each thread has read already, and its neighbour may not have stored yet",
+    }
+    found = wrong.get(after) if isinstance(after, int) else None
+    return found or verdict(lambda: after, {(): 2}, "All threads have stored before one reads.")
+
+
+@pictured
+def puzzles(index, guard, barrier, rows):
+    """Left, a block of 4 x 2 threads: x runs from 0 to 3, y from 0 to 1, and thread (x, y) has the number 4 y + x.
+    Right, 12 rows of a tile, of which threads 0 to 7 take rows 0 to 7, and threads 0 to 3 rows 8 to 11.
+    """
+    places = {(block, 3, thread): 3 * block + thread for block in range(2) for thread in range(3)} | {(5, 128, 7): 647}
+    lengths = {(0, 4, 6): [0, 4], (1, 4, 6): [1, 5], (3, 4, 6): [3], (5, 8, 4): [], (2, 3, 9): [2, 5, 8]}
+    print("1:", verdict(index, places, "This is cuda.grid(1)."))
+    print("2:", verdict(guard, {(n, 6): n < 6 for n in range(8)}, "Of two blocks of 4 threads two have no number."))
+    print("3:", verdict_on_barrier(barrier))
+    print("4:", verdict(rows, lengths, "Every row has one thread, also where Br is no multiple of T."))
+    fig, (block, tile) = subplots(1, 2, figsize=(8.2, 3.0), width_ratios=(1.2, 1))
+    colours = [(*COLOURS, *PALE)[t] for t in range(8)]
+    words = [[f"({x}, {y})\nt = {4 * y + x}" for x in range(4)] for y in range(2)]
+    names = dict(xlabel="threadIdx.x", ylabel="threadIdx.y", xticks=range(4), yticks=range(2))
+    cells(block, [colours[:4], colours[4:]], words, title="a block of 4 x 2 threads", **names)
+    boxes(tile, [(0, r - 0.5, 1, 1, colours[r % 8], f"thread {r % 8}") for r in range(12)])
+    tile.set(title="the rows of a tile", ylabel="row", xlim=(0, 1), ylim=(11.5, -0.5), xticks=[], yticks=range(12))
+    tile.tick_params(length=0)
+    tile.spines[:].set_visible(False)
     return fig
 
 
