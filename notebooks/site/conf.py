@@ -57,7 +57,7 @@ myst_heading_anchors = 4
 STAGES = "steps/step0[0-4]_*"
 CODE = (".py", ".cu", ".cuh", ".h", ".cpp")
 include_patterns = [
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "notebooks/*.ipynb", "notebooks/TEACHING.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "notebooks/*.ipynb", "notebooks/TEACHING*.md",
     "notebooks/site/*.md", "papers/*.md",
     "reference/*.md", "reference/*.py", "steps/*.md", "steps/*.py", f"{STAGES}/**", "steps/course/figures/*.py",
     "steps/course/**/*.md", "steps/course/workbook/*/*.py",
