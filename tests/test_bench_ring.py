@@ -131,6 +131,20 @@ def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch, ran
     assert ring.length([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5, "what overlaps counts once"
 
 
+def test_the_call_that_is_shown_hides_about_as_much_as_the_mean(monkeypatch):
+    spans = []
+    for n, hidden in enumerate((0, 40, 100)):  # of the 100 microseconds that each call moves
+        begin = 1000 * n
+        spans += [("computes", 7, "attention_forward", begin, begin + 100)]
+        spans += [("moves", 9, "Memcpy PtoP", begin + 100 - hidden, begin + 200 - hidden)]
+    monkeypatch.setattr(ring, "PROFILED", 3)
+    monkeypatch.setattr(ring, "profiled", lambda call, times: None)
+    monkeypatch.setattr(ring, "spans_of", lambda events: sorted(spans, key=lambda one: one[3]))
+    found = ring.trace(lambda: None)
+    assert found["hidden"] == pytest.approx(140 / 300)
+    assert found["spans"] == [["computes", "attention_forward", 0, 100], ["moves", "Memcpy PtoP", 60, 160]]
+
+
 @pytest.fixture
 def in_rank_0(monkeypatch):
     """Stands in for the first of two ranks."""

@@ -20,18 +20,18 @@
 # from the last rank back to the first.](../notebooks/figures/question_04a.png)
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta). Nothing about distributed programs.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md). No GPU is needed.
 # - **Tests:** `pytest tests/test_step04_ring.py`.
-# - **Symbols:** [reference/symbols.md](../reference/symbols.md). **Terms:**
-#   [reference/glossary.md](../reference/glossary.md).
+# - **Symbols:** in this stage S is the length of the sequence, N the number of devices, and $s_{ij}$ a score
+#   ([reference/symbols.md](../reference/symbols.md)). **Terms:** [reference/glossary.md](../reference/glossary.md).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import torch
 from steps import step00_naive as step00
 from steps.course.figures import n04a_ring as figures, n04x_deeper
-from steps.step04_ring import Layout, demo, launch, merge as merging
+from steps.step04_ring import Layout, merge as merging
 from steps.step04_ring.strategies import lesson_2_overlap
 from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 print(steps.engine.describe())
@@ -53,8 +53,8 @@ for S in (2**13, 2**17, 2**20):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: the keys travel
 #
-# At a million tokens attention keeps 691.5 GB, and an H200 has 141. The rest keeps five times as much, but norms and MLP
-# treat each token alone. So the *sequence* is divided: each of N devices, called **ranks**, holds S / N of the S
+# At a million tokens attention keeps 691.5 GB, and an H200 has 141. The rest keeps five times as much. But norms and the MLP
+# treat each token alone, and need nothing of other tokens. So the *sequence* is divided: each of N devices, called **ranks**, holds S / N of the S
 # positions. Only attention needs more than its own tokens: a query needs keys that lie on other ranks.
 #
 # ### Merging two results
@@ -134,13 +134,11 @@ check("04.1", merge)
 #
 # </details>
 #
-# `launch.Ranks` starts processes, which send each other messages by torch's library for CPUs. In the test a block only
-# sleeps for 100 ms, as a processor may while its GPU computes.
+# `figures.ranks` starts processes with the stage's `launch.Ranks`; they send messages by torch's library for CPUs. In the test
+# a block only sleeps for 100 ms, as a processor may while its GPU computes.
 
 # %% slideshow={"slide_type": "fragment"}
-# When this runs as a plain script, the new processes must not run the file again.
-globals().pop("__file__", None)
-two_ranks = launch.Ranks(2)
+two_ranks = figures.ranks(2)
 ms = two_ranks.run(lesson_2_overlap.worker, 2**15)[0]  # so many keys travel
 b = 100
 h = ms[False] - 2 * b
@@ -202,7 +200,7 @@ show("step04_ring/ring", "forward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. The backward
 #
-# Notebook 00 has $dS_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$, with $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$ and
+# Notebook 00 has $dS_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$, with $P_{ij} = e^{s_{ij} - \mathit{lse}_i}$ and
 # $\mathit{delta}_i = dO_i \cdot O_i$. Two numbers of the *whole row* enter, lse and delta.
 #
 # **Claim 3.** With the final lse and out every block's gradients are right, and are simply added. With a block's own they
@@ -267,8 +265,9 @@ figures.who_computes()
 # **Contiguous**: rank 3 alone. **Zigzag** gives each rank an early and a late chunk: in every step all do equally much.
 # **Striped** deals positions like cards, nearly as good.
 #
-# Contiguous ranks have blocks of S / N queries and keys. Count one as 1, on the diagonal as half. The last rank has N - 1/2
-# to do and the mean rank N / 2. So the mean rank computes N / (2N - 1) of the time: 4/7 with four ranks.
+# Contiguous ranks have blocks of S / N queries and keys. A block counts as 1, and one on the diagonal, half of which is
+# hidden, as 1/2. The last rank has N - 1/2 blocks to compute, the mean rank N / 2. So the mean rank computes N / (2N - 1) of
+# the time: 4/7 with four ranks.
 #
 # The timelines are a model: blocks and messages are as fast as recorded on H200s. A bar's colour says whose keys it
 # computes with. A hop begins when both of its ranks have posted it.
@@ -301,7 +300,7 @@ check("04.3", visible_part)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# `report` runs the ring, forward and backward, and compares with one device: only float32's rounding may be left.
+# `differences` runs the ring, forward and backward, and compares with one device: only float32's rounding may be left.
 # Then we break the table of work of four ranks: `no_diagonal` masks nothing in a block, and with `key_too_many` a rank of
 # striped sees one key too many. **Which of the two is not seen by tests without a causal mask?**
 #
@@ -314,8 +313,7 @@ check("04.3", visible_part)
 # %% slideshow={"slide_type": "fragment"}
 with two_ranks:  # ends them afterwards
     for kind in ("contiguous", "zigzag", "striped"):
-        *_, last = two_ranks.run(demo.report, 259, 32, 2, True, kind, "float32")[0]
-        print(f"{kind:10}", last.removeprefix("largest differences to one device: "))
+        print(f"{kind:10}", figures.differences(two_ranks, kind, S=259))
 
 # %% slideshow={"slide_type": "fragment"}
 def no_diagonal(layout, me, src, work=Layout.work):

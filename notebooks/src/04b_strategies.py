@@ -21,19 +21,19 @@
 # time.](../notebooks/figures/question_04b.png)
 #
 # - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
-# - **Time:** about 35 minutes to read, 60 minutes more with the exercise.
+# - **Time:** about 45 minutes to read, 60 minutes more with the exercise.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. Speeds are
 #   recorded ones of two and four GPUs; no GPU is needed.
 # - **Tests:** `pytest tests/test_step04_strategies.py tests/test_step04_faults.py`.
-# - **Symbols:** [reference/symbols.md](../reference/symbols.md). **Terms:**
-#   [reference/glossary.md](../reference/glossary.md).
+# - **Symbols:** as in 04a, S is the length of the sequence, and N the number of ranks
+#   ([reference/symbols.md](../reference/symbols.md)). **Terms:** [reference/glossary.md](../reference/glossary.md).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import torch
 from steps import step00_naive as step00
 from steps.course.figures import n04b_strategies as figures, ring_tables
-from steps.step04_ring import Layout, demo, in_your_model as model, launch, merge as merging
+from steps.step04_ring import Layout, in_your_model as model, merge as merging, strategies
 from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 from steps.course.workbook.case_on_ranks import PlainBlock
 print(steps.engine.describe())
@@ -49,8 +49,10 @@ print(steps.engine.describe())
 #
 # tokens on: work grows like c², bytes like c. B, D and the number of ranks cancel.
 #
-# The backward has 2.5 times the operations. It moves K and V again, and dK and dV: in float32 3 times the forward's bytes,
-# in bfloat16 twice. So the 2 becomes 2 · 3 / 2.5 = 2.4, or 2 · 2 / 2.5 = 1.6.
+# The backward has 2.5 times the operations. It moves K and V again, and dK and dV beside them. If these are float32, it moves
+# 3 times the forward's bytes, and the factor 2 becomes 2 · 3 / 2.5 = 2.4. If they are bfloat16, it moves twice the bytes, and
+# the factor is 2 · 2 / 2.5 = 1.6. (The page on [the paper](../papers/ring_attention.md) has c ≥ F / W: there all of a block's
+# scores are visible.)
 #
 # F was measured on one H200, W on two, over two *transports* that part 3 explains. The cell has Hk = H.
 
@@ -123,8 +125,8 @@ for name, out in ways.items():
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
 #
-# Query-parallel **gathers**, so that every rank has the keys of all. Each run of successive queries is then an ordinary
-# call, and nothing is merged.
+# Query-parallel **gathers**: every rank gets the keys of all. A rank's queries are one or two runs of successive positions,
+# and each run is one ordinary call of attention. Nothing is merged.
 #
 # Ulysses is attention on one device between two **all-to-alls**, here `to_heads` and `to_positions`: each rank sends every
 # other rank a different part. Between them a rank has all positions of its share of the heads.
@@ -133,16 +135,15 @@ for name, out in ways.items():
 show("step04_ring/strategies/lesson_5_ulysses", "forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now on four ranks, with H = Hk = 4: the bytes that each sends, counted, beside the formula.
+# On four ranks, S = 256, H = Hk = 4, D = 16 in float32, the formulas give what the busiest rank sends. (A test counts what four
+# processes really send, and finds the same to the byte.)
 
 # %% slideshow={"slide_type": "fragment"}
-# When this runs as a plain script, the new processes must not run the file again.
-globals().pop("__file__", None)
-four_ranks = launch.Ranks(4)
+layout = Layout("zigzag", 256, 4, causal=True)
 for name in ("query_parallel", "ring", "star", "ulysses"):
-    arguments = name, 256, 16, 4, True, "zigzag", "float32"  # S, D, H, causal, layout, dtype
-    lines = four_ranks.run(demo.report_strategy, *arguments)[0]
-    print(f"{name:15}", *(line for line in lines if line.startswith("sent, forward")))
+    sizes = dict(B=1, H=4, Hk=4, D=16, e=4)  # bytes of an element
+    sent = [strategies.account.sent_bytes(name, layout, rank, **sizes)[0] for rank in range(4)]
+    print(f"{name:15} {max(sent):7,} bytes forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The ring's other transport: fetch
@@ -184,7 +185,7 @@ show("step04_ring/fetch", "side.copy((mine[0]", until="if missing")
 for rank in range(2):
     positions = Layout("zigzag", 9, 2).positions(rank).tolist()
     print(f"zigzag, S = 9, rank {rank} of 2: {positions}")
-with four_ranks:  # ends them afterwards
+with figures.ranks(4) as four_ranks:  # ends them afterwards
     found = four_ranks.run(model.compare, 37, "zigzag", PlainBlock)[0]
 loss = found.pop("loss")
 print(f"differences: loss {loss:.0e}, {len(found)} gradients {max(found.values()):.0e}")

@@ -1,5 +1,6 @@
 """What notebook 04a draws, measures and breaks: whose keys a rank has, who computes which score, which layout wins."""
 
+import sys
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
@@ -12,10 +13,22 @@ from steps.course.figures.n00_naive import outcome
 from steps.course.figures.picture import pictured
 from steps.course.figures.plots import RANK, cells, subplots, table
 from steps.course.workbook.case_on_ranks import PlainBlock
-from steps.step04_ring import Layout
+from steps.step04_ring import Layout, demo, launch
 from steps.step04_ring import dry_run as dry
 
 LAYOUTS = "contiguous", "zigzag", "striped"
+
+
+def ranks(count, **options):
+    """launch.Ranks of so many processes, which have not to run a notebook again that runs as a plain script."""
+    vars(sys.modules["__main__"]).pop("__file__", None)
+    return launch.Ranks(count, **options)
+
+
+def differences(ranks, kind, S):
+    """The largest differences of out, lse, dq, dk, dv to one device, causal, in float32."""
+    *_, last = ranks.run(demo.report, S, 32, 2, True, kind, "float32")[0]
+    return last.removeprefix("largest differences to one device: ")
 
 
 def ring_on_this_rank(q, k, v):

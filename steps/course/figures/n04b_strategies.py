@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from steps.course.figures import ring_tables
+from steps.course.figures.n04a_ring import ranks  # noqa: F401  The notebook's processes.
 from steps.step04_ring import Layout, in_your_model, simulate
 
 IGNORED = -100  # the label of a token that has no next one

@@ -5,6 +5,7 @@ import textwrap
 import torch
 
 from steps.course.figures import ring_tables
+from steps.course.figures.n04a_ring import ranks  # noqa: F401  The notebook's processes.
 from steps.course.figures.picture import picture
 from steps.step04_ring import Layout, launch, simulate
 from steps.step04_ring.simulate import Machine, Shape
