@@ -101,7 +101,8 @@ def of_cuda(kernel, N=261, head_dims=(64, 128)):
     Persistent blocks have several tiles; those of a backward are persistent if there is a mask and no fixed order.
     """
     (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{kernel}.cu")
-    head_dims, orders = [D for D in head_dims if D in row.head_dims], (False, True) if row.in_order else (False,)
+    orders = (False, True) if row in ladder.BACKWARD_ROWS and row.in_order else (False,)
+    head_dims = [D for D in head_dims if D in row.head_dims]
     two = mock.patch.object(works, "processors", lambda device: 2)
     for D, causal, ordered in itertools.product(head_dims, (False, True), orders):
         on_cpu = inputs(D, row.dtypes[0], N)
