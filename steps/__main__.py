@@ -5,9 +5,7 @@ import json
 import os
 import platform
 import re
-import signal
 import string
-import subprocess
 import sys
 import textwrap
 import time
@@ -499,8 +497,7 @@ def verify(
     """
     import torch
 
-    from steps.course.verify import adapters, anybody, verdict
-    from steps.course.workbook.outcome import case_lines
+    from steps.course.verify import adapters, anybody, command
 
     say(engine.describe())
     dtypes = [getattr(torch, name, None) for name in dtype or ["float32"]]
@@ -509,46 +506,11 @@ def verify(
     left_out = [name for name in without.split(",") if name]
     forms = adapters.ADAPTERS
     check_known({"without": (left_out, anybody.PROPERTIES), "adapter": ([adapter] if adapter else [], forms)})
-    takes = forms[adapter].takes if adapter else {}
-    takes = {"top_left": top_left} | takes | {name.replace("-", "_"): False for name in left_out}
+    takes = {"top_left": top_left} | (forms[adapter].takes if adapter else {})
+    takes |= {name.replace("-", "_"): False for name in left_out}
     claims = anybody.Claims(tuple(dtypes), tuple(head_dim or (32, 64, 40)), tile, **takes)
-    rows, kept = [], []
-    try:
-        function = anybody.load(target)
-        function = forms[adapter].wrap(function) if adapter else function
-        for row in verdict.judge(function, claims, kept):
-            rows.append(row)
-            many = sum(bool(row["wrong"]) for row in rows) > 3
-            say(*case_lines(row) if not many else one_line(row))
-    except anybody.Problem as problem:
-        say(f"{target}: {problem}")
-        raise typer.Exit(1) from None
-    named = verdict.mistakes(kept, tile)
-    for where, equal in named:
-        about = f"{where}: this" if where else "This"
-        say(f"{about} equals what you get when {', or when '.join(m.says for m in equal)}.")
-    if not named and (remark := verdict.remark(kept, tile)):
-        say(remark)
-    speeds = []
-    try:
-        for row in verdict.speed(function, claims) if engine.name == "cuda" else ():
-            speeds.append(row)
-            say("{pass}: {ms:.3f} ms, {tflops:.1f} TFLOP/s; SDPA: {sdpa_tflops:.1f} TFLOP/s".format(**row))
-    except RuntimeError as e:  # Too little memory, or the GPU's context is lost after a kernel's error.
-        say(f"The speed could not be measured: {anybody.told(e)}")
-    judged = verdict.Judged(rows, named, speeds)
-    say(f"{len(rows) - judged.failed} of {len(rows)} properties hold." + (FEWER if judged.failed else ""))
-    if judged.failed and (options := verdict.options(rows, claims, named)):
-        say(f"All that it is then asked holds with {' '.join(options)}")
-    raise typer.Exit(1 if judged.failed else 0)
-
-
-def one_line(row):
-    """The case in one line, for when many fail."""
-    return [f"WRONG  {row['says']}: {row['wrong'][0]}"] if row["wrong"] else [f"ok     {row['says']}"]
-
-
-FEWER = " What it does not claim to take, --without leaves out: python -m steps verify --help"
+    judged = command.run(target, claims, adapter, say)
+    raise typer.Exit(1 if judged is None or judged.failed else 0)
 
 
 def say(*lines):
@@ -557,33 +519,13 @@ def say(*lines):
         console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-# ---- verify in a process of its own: somebody else's function may end the process, and with any exit code ------------
-
-JUDGED = 10  # the exit code of that process if every property holds
-IN_A_CHILD = "from steps import __main__; __main__.in_a_child({name!r})"
-
-
-def in_a_child(name="python -m steps"):
-    """Runs the command of sys.argv with JUDGED as its exit code instead of 0. name: how the usage line calls it."""
-    try:
-        app(prog_name=name)
-    except SystemExit as end:
-        sys.exit(end.code or JUDGED)
-
-
 def main():
-    """Runs the command of sys.argv. `verify` has run to its end only if its process ends with an exit code of ours."""
+    """Runs the command of sys.argv."""
     if sys.argv[1:2] != ["verify"]:
         return app()
-    try:
-        name = "flash-steps" if Path(sys.argv[0]).stem == "flash-steps" else "python -m steps"
-        code = subprocess.run([sys.executable, "-c", IN_A_CHILD.format(name=name), *sys.argv[1:]]).returncode
-    except KeyboardInterrupt:  # Ctrl-C reaches the child too, which says so.
-        sys.exit(1)
-    if code not in (JUDGED, 1, 2):
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        say(f"The function ended the process ({how}) before all properties were judged.")
-    sys.exit({JUDGED: 0, 2: 2}.get(code, 1))
+    from steps.course.verify import process
+
+    process.run("flash-steps" if Path(sys.argv[0]).stem == "flash-steps" else "python -m steps", say)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from reference import attention, error, mutants
 from steps import __main__, catalogue, engine
-from steps.course.bench import rows
 from steps.course.demo import compare, model, training
 
 QUICK = model.Size(N=40, H=2, D=32, steps=20)
@@ -193,19 +192,3 @@ def test_a_model_learns_the_same_with_every_stage_and_not_with_a_wrong_one():
     far = training.apart(losses)
     assert far.keys() == losses.keys() - {training.SDPA} and losses[training.SDPA][-1] < losses[training.SDPA][0]
     assert far.pop("ahead") > 1e-3 and max(far.values()) < 1e-5
-
-
-def test_the_page_says_what_was_recorded():
-    made = rows.read_record("training")
-    page = " ".join((rows.ROOT / "steps" / "course" / "demo" / "README.md").read_text().split())
-    far = {dtype: training.apart(losses) for dtype, losses in made["losses"].items()}
-    single, half = far["float32"], far["bfloat16"]
-    most = [max(x for name, x in one.items() if "SDPA" not in name) for one in (single, half)]
-    assert f"{made['size']['steps']} steps of {made['size']['batch'] * made['size']['N']:,} bytes" in page
-    assert f"further than {most[0]:.4f} nats from SDPA's, in bfloat16 no further than {most[1]:.2f}." in page
-    assert f"as far, by {single[training.MATH]:.4f} and {half[training.MATH]:.2f}." in page
-    assert {f"{losses[-1]:.2f}" for losses in made["losses"]["float32"].values()} == {"2.00"}
-    for losses in made["losses"].values():
-        assert max(training.apart({name: one[:20] for name, one in losses.items()}).values()) < 1e-4
-    tokens = [round(made["speed"]["tokens"][name], -3) for name in (training.SDPA, "02", "03", training.MATH)]
-    assert all(f"{x:,.0f}" in page for x in tokens) and made["gpu"] in page

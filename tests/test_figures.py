@@ -3,22 +3,19 @@
 import functools
 import itertools
 import json
-import math
 import re
-import statistics
 from dataclasses import replace
 
 import pytest
 import typer
 
-from steps.course.bench import ablations, report, ring, rows
+from steps.course.bench import report, ring, rows
 from steps.course.bench.cost import Point
 from steps.course.bench.ring import FETCH, ONE, PEERS, RELAY
 from steps.course.figures import (
     measured,
     n00_naive,
     n01_fa1_numba,
-    n02b_tensor_cores,
     n02d_hopper,
     n02x_deeper,
     n04a_ring,
@@ -133,36 +130,6 @@ def test_the_notebooks_show_every_table_of_what_is_recorded_as_it_is_now():
             assert json.dumps(line)[1:-1] in text or json.dumps(line, ensure_ascii=False)[1:-1] in text, (name, line)
 
 
-def prose(stem):
-    return (rows.ROOT / "notebooks" / "src" / f"{stem}.py").read_text().replace("\n# ", " ")
-
-
-def test_02e_and_02x_say_what_the_parts_of_two_kernels_were_found_to_cost():
-    took = {(one["without"], one["D"]): one["ms_median"] for one in ablations.read("left_out")["times"]}
-    saved = 1 - took["additions to dq", 128] / took[None, 128]
-    assert f"At D = 128 the additions to dq, {saved:.1%}".replace("%", " %") in prose("02e_fa2_cuda_hopper_backward")
-    left = Point(4, 16, 4096, 128).flops("bwd") / took["all four", 128] / 1e9
-    products = [row["tflops"] for row in rows.read() if row["peer"] == "matmul" and "H200" in row["gpu"]]
-    assert round(10 * left / statistics.median(products)) == 9
-    assert "has nine tenths of the speed of a matrix product" in prose("02e_fa2_cuda_hopper_backward")
-    exact = {changed: found for changed, found, _ in n02x_deeper.recorded()}
-    clocks = {changed: round(found, -1) for changed, found in exact.items()}
-    spent = clocks["OVERLAP = 1, PINGPONG = 1"], clocks["without exp"], clocks["without softmax"], 2050
-    beyond, *parts = spent[0] - spent[-1], *(a - b for a, b in itertools.pairwise(spent))
-    words = "Of the {:.0f} clocks beyond the products {:.0f} vanish with the exponentials and {:.0f} with the rest of "
-    words += "the softmax. The last {:.0f} are"
-    assert words.format(beyond, *parts) in prose("02x_deeper")
-    gained = exact["OVERLAP = 0, PINGPONG = 1"] / exact["OVERLAP = 1, PINGPONG = 1"] - 1
-    assert f"OVERLAP gains {100 * gained:.0f} %." in prose("02x_deeper")
-
-
-def test_02b_and_02d_say_how_much_faster_each_rung_became():
-    kernels = "fwd_4_cp_async", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper"
-    copies, *factors = (re.search(r"([\d.]+) x fwd", measured.rung(kernel))[1] for kernel in kernels)
-    assert f"It became {copies} times as fast" in prose("02b_fa2_cuda_tensor_cores")
-    assert "a factor of {} times {}, against {}.".format(*factors) in prose("02d_fa2_cuda_hopper")
-
-
 def of_four(table, n_gpus=4):
     """A ring_tables table of H200 as {(pass, Hk, who, N): word}, of so many GPUs."""
     head, *lines = TABLES[table](ring_tables.recorded("H200", n_gpus))
@@ -174,35 +141,6 @@ def of_four(table, n_gpus=4):
 def shares_of(words, number=0):
     """The first, or another, of the numbers in each word's brackets, from the least to the largest."""
     return sorted(word.split("(")[1].strip(")").split(", ")[number] for word in words if "(" in word)
-
-
-def test_the_ring_s_efficiency_is_what_04b_04x_and_readme_say():
-    speed, text, deeper = of_four("speed"), prose("04b_strategies"), prose("04x_deeper")
-    long = {key: word for key, word in speed.items() if key[-1] != "8k"}
-    fetch = shares_of(word for key, word in long.items() if key[2] == "fetch")
-    torchs = shares_of(word for key, word in long.items() if key[2].startswith("torch"))
-    assert float(fetch[0]) > 0.85, "about nine tenths"
-    told = "four GPUs have an efficiency of {} to {} from 32k on, where `context_parallel` has {} to {}."
-    assert told.format(fetch[0], fetch[-1], torchs[0], torchs[-1]) in text
-    both = shares_of(word for key, word in long.items() if key[::2] == ("fwd+bwd", "fetch"))
-    assert f"the ring over fetch has {both[0]} to {both[-1]} of four GPUs" in deeper
-    least, most = zip(*(in_one_order(n) for n in (4, 2)), strict=True)
-    assert f"it has {least[0]} to {most[0]} on four, and {least[1]} to {most[1]} on two" in text
-    of_two = of_four("speed", 2)
-    readme = [shares_of(some["fwd+bwd", "32", who, "128k"] for who in ("fetch", "torch, allgather", "torch, alltoall"))
-              for some in (of_two, speed)]  # fmt: skip
-    told = "two and four H200 {2} and {5} of hopper's speed (128k tokens, causal, forward + backward), "
-    told += "torch's own {1} and {4}"
-    page = (rows.ROOT / "README.md").read_text().replace("\n", " ")
-    assert told.format(*itertools.chain(*readme)) in page
-
-
-def in_one_order(n_gpus):
-    """The least and the largest efficiency of the ring beside one GPU that adds in the same order."""
-    table = of_four("orders", n_gpus)
-    rings = {who: [word for key, word in table.items() if key[2] == who] for who in ("fetch", "fetch, any order")}
-    shares = sorted(shares_of(rings["fetch, any order"]) + shares_of(rings["fetch"], 1))
-    return shares[0], shares[-1]
 
 
 def test_the_efficiency_s_picture_has_a_line_for_everybody(monkeypatch):
@@ -219,62 +157,7 @@ def test_the_efficiency_s_picture_has_a_line_for_everybody(monkeypatch):
         assert len(lines) == 4
 
 
-def test_04x_says_of_orders_graphs_and_a_million_tokens_what_is_recorded():
-    text = prose("04x_deeper")
-    spans = [in_one_order(n) for n in (2, 4)]
-    # "any order" beside one GPU in any order, "fetch" beside one in a fixed order: what is compared there.
-    told = "They are between {} and {} on two GPUs, and between {} and {} on four."
-    assert told.format(*spans[0], *spans[1]) in text
-    table = of_four("orders")
-    pairs = ("fetch", "fetch, any order"), ("one GPU, in order", "one GPU")
-    (a, b), (c, d) = ([float(table["fwd+bwd", "32", who, "128k"].split()[0]) for who in both] for both in pairs)
-    told = f"the call of four GPUs {a / b - 1:.0%} longer ({a:.0f} ms for {b:.0f}), and that of one GPU {c / d - 1:.0%}"
-    assert f"{told.replace('%', ' %')} ({c:.0f} for {d:.0f})" in text
-    both = [table["fwd+bwd", "32", who, "32k"].split()[0] for who in ("fetch", "fetch, any order")]
-    page = (rows.COMMITTED / "README.md").read_text().replace("\n", " ")
-    assert "forward + backward takes {} ms in a fixed order and {} in any".format(*both) in page
-    speed, graphs = of_four("speed"), of_four("graphs")
-    assert f"the same ring over fetch took {both[0]} ms instead of {speed['fwd+bwd', '32', 'fetch', '32k'][:4]}" in text
-
-    def ms(pass_, Hk, who):
-        return float(graphs[pass_, Hk, who, "8k"])
-
-    ratios = [ms(p, Hk, "fetch, in a graph") / ms(p, Hk, "fetch") for p in ("fwd", "fwd+bwd") for Hk in ("32", "8")]
-    told = "as a graph the forward took {:.2f} and {:.2f} of the time, and forward + backward {:.2f} and {:.2f}."
-    assert told.format(*ratios) in text and 0.3 < ratios[2] < 0.36, "a third, says the page of results"
-    one = [float(speed["fwd+bwd", Hk, "one GPU", "8k"]) for Hk in ("32", "8")]
-    shares = [x / 4 / ms("fwd+bwd", Hk, "fetch, in a graph") for x, Hk in zip(one, ("32", "8"), strict=True)]
-    shares += [float(*shares_of([speed["fwd+bwd", Hk, "fetch", "8k"]])) for Hk in ("32", "8")]
-    assert "is {:.2f} and {:.2f} instead of {:.2f} and {:.2f}".format(*shares) in text
-    million = [row for row in ring_tables.recorded("H200") if row["N"] == 2**20 and row["kernel"] == FETCH]
-    found = {(row["pass"], row["n_gpus"]): row for row in million}
-    seconds = [found[p, n]["ms_median"] / 1e3 for p in ("fwd", "fwd+bwd") for n in (2, 4)]
-    told = "{:.2f} and {:.2f} seconds forward, {:.2f} and {:.2f} forward + backward. "
-    told += "Each of the four did {:.0f} and {:.0f}"
-    assert told.format(*seconds, *(found[p, 4]["tflops"] for p in ("fwd", "fwd+bwd"))) in text
-
-
-def test_the_ring_over_fetch_was_the_fastest_strategy_where_04b_and_04x_say_so():
-    fastest, behind = {}, {}
-    for n in (2, 4):
-        times = {}
-        for (pass_, Hk, who, N), word in of_four("strategies", n).items():
-            times.setdefault((n, pass_, Hk, N), {})[who] = float(word.split()[0])
-        for where, ms in times.items():
-            fastest[where] = min(ms, key=ms.get)
-            behind[where] = ms["ring, fetch"] / min(ms.values())
-    assert {(n, N) for n, *_, N in fastest} == set(itertools.product((2, 4), ("8k", "32k", "128k")))
-    assert {fastest[where] for where in fastest if where[0] == 2} == {"ring, fetch"}
-    others = [where for where in fastest if where[-1] != "8k" and fastest[where] != "ring, fetch"]
-    assert others == [(4, "fwd+bwd", "8", "128k")] and fastest[others[0]] == "ulysses" and behind[others[0]] < 1.02
-    told = "at 32k and 128k the fastest of the five on two and four H200, or within 2 % of it"
-    assert told in prose("04b_strategies")
-    four = of_four("strategies")
-    ms = [four["fwd+bwd", "8", who, "128k"].split()[0] for who in ("ulysses", "ring, fetch")]
-    assert "there Ulysses takes {} ms and the ring {}".format(*ms) in prose("04x_deeper")
-
-
-def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(monkeypatch, capsys):
+def test_the_trace_is_drawn_as_long_as_the_ring_is_as_it_was(monkeypatch, capsys):
     record, drawn = rows.read_record("trace"), []
     monkeypatch.setattr(ring_tables, "code_hash", lambda stage, kernel: record["source"][kernel])
     monkeypatch.setattr(ring_tables, "picture", lambda fig, alt: drawn.extend((fig.axes, alt)))
@@ -289,9 +172,6 @@ def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(monkeypatc
         assert [word == "K, V" for word in told] == long, "a barrier moves nothing"
         # A title is about what is drawn, and not about the mean of all calls.
         assert title.startswith(f"{name}: {max(end for *_, end in spans) / 1e3:.3g} ms, ")
-    relay, fetch = (f"{100 * calls[name]['hidden']:.0f} %" for name in ("relay", "fetch"))
-    told = f"on average of six, {relay} of relay's moving was hidden and {fetch} of fetch's"
-    assert told in prose("04b_strategies") and ring.PROFILED == 6
     monkeypatch.undo()
     monkeypatch.setattr(ring_tables, "code_hash", lambda stage, kernel: "of another version")
     assert ring_tables.recorded_call() is None and capsys.readouterr().out.startswith("No trace")
@@ -310,92 +190,6 @@ def test_mistakes_of_04a_are_seen_where_its_answer_says():
     assert [line.split() for line in words[1:]] == [["no_diagonal", "-", *["all"] * 3], ["work", *"----"]]
     assert words[1] in outputs("04a_ring")
     assert re.search(r"key_too_many +- +- +- +all", outputs("04a_ring"))
-
-
-HOPPER = "fwd_8_hopper", "bwd_3_hopper"
-CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they are compared with, at which sizes
-    *(
-        ("papers/flash_attention_3.md", words, HOPPER[:1], "fa3", holds)
-        for words, holds in (
-            ("D = 64: ours has {least:.2f} to {most:.2f} of its speed.", lambda D, N, causal: D == 64),
-            ("D = 128, full: {least:.2f} to {most:.2f}.", lambda D, N, causal: D == 128 and not causal),
-            ("D = 128, causal: {least:.2f} to {most:.2f}, from", lambda D, N, causal: D == 128 and causal),
-            ("at most {most:.2f}.", lambda D, N, causal: D == 128 and causal and N > 512),
-        )
-    ),
-    *(
-        ("02d", words, HOPPER[:1], "fa3", holds)
-        for words, holds in (
-            ("mask `hopper` has {least:.2f} to {most:.2f} of it,", lambda D, N, causal: D == 128 and not causal),
-            ("N = 1024 on, where `hopper` has {least:.2f} to {most:.2f} of its speed.",
-             lambda D, N, causal: D == 128 and causal and N >= 1024),
-            ("and at D = 64 {least:.2f} to {most:.2f}.", lambda D, N, causal: D == 64),
-        )
-    ),
-    *(
-        ("02d", words, (f"{HOPPER[0]}:{switch}=0",), HOPPER[0], lambda D, N, causal: (D, N) == (128, 4096))
-        for switch, words in (
-            ("PINGPONG", "`hopper` without turns has {least:.2f} to {most:.2f} of its speed"),
-            ("OVERLAP", "and without OVERLAP {least:.2f} to {most:.2f}."),
-        )
-    ),
-    *(
-        ("02x", words, (f"{HOPPER[0]}:PERSISTENT=0",), HOPPER[0], lambda D, N, causal, at=at: N == at)
-        for words, at in (
-            ("the kernel is slower by {slower[0]:.0f} to {slower[1]:.0f} % at N = 512, and", 512),
-            ("and by {slower[0]:.0f} to {slower[1]:.0f} % at N = 16384.", 16384),
-        )
-    ),
-    ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
-    (
-        "02e", "at {least:.2f} to {most:.2f} of the speed. Going deeper", ("bwd_3_hopper:DETERMINISTIC=1",),
-        "bwd_3_hopper", lambda D, N, causal: True,
-    ),
-    (
-        "steps/course/bench/results/README.md",
-        "leaves the backward of stage 02 {least:.2f} to {most:.2f} of its speed",
-        ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper", lambda D, N, causal: True,
-    ),
-    ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
-    (
-        "02e", "our backward has {least:.2f} to {most:.2f} of its speed", HOPPER[1:], "fa4",
-        lambda D, N, causal: N < 4096,
-    ),
-    ("02e", "N = 16384, {least:.2f} to {most:.2f})", HOPPER, "fa4 under load", lambda D, N, causal: N == 16384),
-    *(
-        ("03a", words, (kernel,), other, lambda D, N, causal, heads=heads: N >= 4096 and D in heads)
-        for words, kernel, other, heads in (
-            ("at D = 128 `gluon` has {least:.2f} to {most:.2f} of cuDNN's speed", "fwd_3_gluon", "sdpa-cudnn", (128,)),
-            ("and {least:.2f} to {most:.2f} of FlashAttention-4's;", "fwd_3_gluon", "fa4", (128,)),
-            ("at D = 64 it has {least:.2f} to {most:.2f} and", "fwd_3_gluon", "sdpa-cudnn", (64,)),
-            ("and {least:.2f} to {most:.2f}. Backward:", "fwd_3_gluon", "fa4", (64,)),
-            ("`gluon` has {least:.2f} to {most:.2f} and", "bwd_2_gluon", "sdpa-cudnn", (64, 128)),
-            ("and {least:.2f} to {most:.2f}.", "bwd_2_gluon", "fa4", (64, 128)),
-        )
-    ),
-]  # fmt: skip
-
-
-@functools.cache
-def measured_on(gpu, **which):
-    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == gpu.name]
-    return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128) and not row["options"]]
-
-
-@pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
-def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
-    other, _, loaded = other.partition(" under ")
-    gpu = measured.H100 if notebook == "03a" else measured.H200
-    found = measured_on(gpu, timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
-    beside = measured.beside(found, kernels, other)
-    shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
-    if not shares:
-        pytest.skip(f"{', '.join(kernels)} has changed since it was measured beside {other}")
-    least, most = min(shares), max(shares)
-    slower = 100 / most - 100, 100 / least - 100
-    words = words.format(least=least, most=most, ahead=100 * (most - 1), slower=slower)
-    (page,) = [rows.ROOT / notebook] if "/" in notebook else (rows.ROOT / "notebooks" / "src").glob(f"{notebook}_*.py")
-    assert words in page.read_text().replace("\n# ", " "), words
 
 
 def test_shares_are_of_one_run_and_one_size_and_the_last_run_counts():
@@ -525,26 +319,6 @@ def test_the_ladder_is_drawn_again_when_its_numbers_change(tmp_path, monkeypatch
 
 
 # --- what 02a, 02b and 02c say -------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
-def test_02b_says_what_is_counted_and_measured():
-    page = (rows.ROOT / "notebooks/src/02b_fa2_cuda_tensor_cores.py").read_text().replace("\n# ", " ")
-    feeds = {rung: n02b_tensor_cores.per_wavefront(rung) for rung in n02b_tensor_cores.RUNGS}
-    ceilings = {rung: n02b_tensor_cores.WAVEFRONTS * flop for rung, flop in feeds.items()}
-    assert f"one feeds {feeds['scalar']:.0f} FLOP." in page and f"**ceiling**, {ceilings['scalar']:.0f} TFLOP/s" in page
-    assert f"Three times as many, {feeds['warp']:.0f}." in page and f"feeds {feeds['mma']:.0f} FLOP" in page
-    assert f"from {ceilings['mma']:.0f} to {ceilings['ldmatrix']:.0f} TFLOP/s" in page
-    assert f"The ceiling, {ceilings['fa2']:.0f} TFLOP/s" in page
-    steps = [feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)]
-    warp, mma, ldmatrix, cp_async, fa2 = (f"{step:.3g}" for step in steps)
-    assert f"`ldmatrix` {steps[2]:.2g}, `warp` {steps[0]:.2g}, `fa2` {fa2}, `mma` {mma}, `cp_async` {cp_async}." in page
-    speeds = {rung: n02b_tensor_cores.gain(*pair) for pair in itertools.pairwise(feeds) for rung in pair[1:]}
-    if not any(map(math.isnan, speeds.values())):
-        assert min(speeds, key=speeds.get) == "fa2" and "Measured, `fa2` comes last." in page
-    scalar = n02b_tensor_cores.speed("scalar", 64)
-    if not math.isnan(scalar):
-        assert scalar > ceilings["scalar"] and f"measured at {scalar:.3g}, *above* its ceiling" in page
 
 
 def test_a_compiler_joins_four_loads_of_rung_scalar_as_02a_and_02b_say():

@@ -18,7 +18,7 @@ import pytest
 from reference import error, feature_cases
 from steps import catalogue, engine
 from steps.course.bench import rows
-from support import sanitized_kernels
+from support import sanitized
 
 STAGE_02 = rows.ROOT / "steps" / "step02_fa2_cuda"
 # memcheck would also count refused driver calls, but torch asks for what a driver may lack, and handles the answer.
@@ -32,10 +32,10 @@ ENVIRONMENT = os.environ | {"STEPS_ENGINE": "cuda", "STEPS_SANITIZE": "1", "PYTO
 FEATURES = "flash", "flash_gluon", "decode"  # files of stage 03
 numba = "tests/test_step01_fa1_numba.py", "-q", "-p", "no:cacheprovider", "-k", "ragged"
 COMMANDS = {"01_fa1_numba": ("-m", "pytest", *numba)}  # arguments of Python; stage 04 runs kernels of 02 and 03
-for stage, kind, module in (("03_triton", "py", "sanitized_triton"), ("02_fa2_cuda", "cu", "sanitized_kernels")):
+for stage, kind in (("03_triton", "py"), ("02_fa2_cuda", "cu")):
     kernels = [path.stem for path in sorted((rows.ROOT / "steps" / f"step{stage}").glob(f"?wd_*.{kind}"))]
     for kernel in (*kernels, *FEATURES) if kind == "py" else kernels:
-        COMMANDS[f"{stage}/{kernel}"] = "-m", f"tests.support.{module}", kernel
+        COMMANDS[f"{stage}/{kernel}"] = "-m", "tests.support.sanitized", kernel
 # {(tool, kernel): why its reports are no mistakes}; the first line says what the columns are.
 _lines = (Path(__file__).parent / "support" / "known_reports.txt").read_text().splitlines()[1:]
 KNOWN = {tuple(line.split(" | ")[:2]): line.split(" | ")[2] for line in _lines if line}
@@ -43,7 +43,7 @@ KNOWN = {tuple(line.split(" | ")[:2]): line.split(" | ")[2] for line in _lines i
 on_gpu = pytest.mark.skipif("STEPS_SANITIZE" not in os.environ, reason="make gpu-check runs it")
 
 
-def sanitized(tool, arguments):
+def under(tool, arguments):
     """(what a tool says of a program: "clean", or what is wrong; what was printed)."""
     found = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     command = [found, "--tool", tool, *TOOLS[tool], "--target-processes", "all", sys.executable, *arguments]
@@ -65,7 +65,7 @@ def verdict(code, output):
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("kernel", COMMANDS)
 def test_clean(tool, kernel):
-    said, output = sanitized(tool, COMMANDS[kernel])
+    said, output = under(tool, COMMANDS[kernel])
     judge(said, output, (tool, kernel) in KNOWN)
 
 
@@ -77,10 +77,10 @@ def judge(said, output, known):
 
 
 @on_gpu
-@pytest.mark.parametrize("kernel", sanitized_kernels.PLANTED)
+@pytest.mark.parametrize("kernel", sanitized.PLANTED)
 def test_racecheck_sees_a_planted_race(kernel):
     try:
-        assert sanitized("racecheck", (*COMMANDS[f"02_fa2_cuda/{kernel}"], "--planted"))[0].endswith("problems")
+        assert under("racecheck", (*COMMANDS[f"02_fa2_cuda/{kernel}"], "--planted"))[0].endswith("problems")
     except subprocess.TimeoutExpired:
         pytest.skip("a kernel without a barrier may wait for ever: then racecheck tells nothing")
 
@@ -108,11 +108,11 @@ def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
     of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")}
     others = {"01_fa1_numba", *(f"03_triton/{kernel}" for kernel in of_stage_03.union(FEATURES))}
     assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | others == set(COMMANDS)
-    assert set(sanitized_kernels.PLANTED) == kernels and all(KNOWN.values())
+    assert set(sanitized.PLANTED) == kernels and all(KNOWN.values())
     assert {tool for tool, _ in KNOWN} <= set(TOOLS) and {kernel for _, kernel in KNOWN} <= set(COMMANDS)
     for kernel in kernels:
         text = (STAGE_02 / f"{kernel}.cu").read_text()
-        planted = sanitized_kernels.with_a_race(text, kernel)
+        planted = sanitized.with_a_race(text, kernel)
         changed = [a for a, b in zip(text.splitlines(), planted.splitlines(), strict=True) if a != b]
         (line,) = (a for a in changed if "Spill budget" not in a)
         assert re.search("barrier|syncthreads", line)
@@ -120,39 +120,37 @@ def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="without a GPU stage 02 needs g++, and there is none")
 def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
-    assert sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64, 128)) == 2  # scalar takes no head_dim 128
-    assert sanitized_kernels.check("fwd_0_scalar", planted=True, N=40, head_dims=(64,)) == 0
-    assert sanitized_kernels.check("bwd_3_hopper", N=40, head_dims=(64,)) == 4  # dq is added in a fixed order, too
-    assert sanitized_kernels.tma_store() == 1
+    assert sanitized.check("fwd_0_scalar", N=40, head_dims=(64, 128)) == 2  # scalar takes no head_dim 128
+    assert sanitized.check("fwd_0_scalar", planted=True, N=40, head_dims=(64,)) == 0
+    assert sanitized.check("bwd_3_hopper", N=40, head_dims=(64,)) == 4  # dq is added in a fixed order, too
+    assert sanitized.tma_store() == 1
     monkeypatch.setattr(error, "failures", lambda got, want: {"out": (1.0, 0.1)} if list(got) == ["out", "lse"] else {})
     with pytest.raises(AssertionError, match="fwd_0_scalar, D=64, causal=False"):
-        sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64,))
+        sanitized.check("fwd_0_scalar", N=40, head_dims=(64,))
 
 
 @pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
 @pytest.mark.skipif(engine.name != "cpu", reason="gpu-check runs it on a GPU")
 def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypatch):
     from steps.step03_triton.features import decode  # These need Triton.
-    from support import sanitized_triton
 
-    kernels = {*sanitized_triton.KERNELS, *sanitized_triton.FEATURES}
+    kernels = {*sanitized.TRITON, *sanitized.FEATURES}
     assert {f"03_triton/{kernel}" for kernel in kernels} == {kernel for kernel in COMMANDS if "03_" in kernel}
-    assert sanitized_triton.check("fwd_2_roles", N=40) == 5  # the fifth one with warps that have roles
-    assert sanitized_triton.check("bwd_1_tma", N=40) == 4
-    assert sanitized_triton.check_features("decode") == 8
-    keys = sanitized_triton.FEATURES["decode"][1] * feature_cases.Nk
+    assert sanitized.check("fwd_2_roles", N=40) == 5  # the fifth one with warps that have roles
+    assert sanitized.check("bwd_1_tma", N=40) == 4
+    assert sanitized.check("decode") == 8
+    keys = sanitized.FEATURES["decode"][1] * feature_cases.Nk
     assert all(keys > 2 * Bc for table in decode.TILES.values() for _, Bc, *_ in table.values()), "shares to merge"
     monkeypatch.setattr(error, "failures", lambda got, want: {"dk": (1.0, 0.1)} if "dk" in got else {})
     with pytest.raises(AssertionError, match="bwd_0_fused, N=40, D=64, torch.float32, causal=False: .*dk"):
-        sanitized_triton.check("bwd_0_fused", N=40)
+        sanitized.check("bwd_0_fused", N=40)
     with pytest.raises(AssertionError, match="flash, .*softcap.*dk"):
-        sanitized_triton.check_features("flash")
+        sanitized.check("flash")
 
 
 @pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
 def test_the_files_with_features_run_with_every_combination_and_sinks_alone_have_a_backward(monkeypatch):
     from steps.step03_triton.features import flash_gluon
-    from support import sanitized_triton
 
     ran, compared, right = [], [], feature_cases.expected
 
@@ -176,12 +174,12 @@ def test_the_files_with_features_run_with_every_combination_and_sinks_alone_have
     monkeypatch.setattr(flash_gluon, "backward", backward)
     monkeypatch.setattr(feature_cases, "run", whole)
     monkeypatch.setattr(error, "failures", lambda got, want: compared.append({*got}) and {})
-    assert sanitized_triton.check_features("flash") == 17 == len(ran) == len(compared)
-    assert {dtype for _, dtype, *_ in ran} == {*sanitized_triton.ALL} and any("seed" in asked for *_, asked in ran)
+    assert sanitized.check("flash") == 17 == len(ran) == len(compared)
+    assert {dtype for _, dtype, *_ in ran} == {*sanitized.ALL} and any("seed" in asked for *_, asked in ran)
     ran.clear(), compared.clear()
-    assert sanitized_triton.check_features("flash_gluon") == 3
+    assert sanitized.check("flash_gluon") == 3
     assert [kind for kind, *_ in ran] == ["forward"] * 3 + ["backward"] and ran[-1][-1] == {"sinks"}
-    assert {dtype for _, dtype, *_ in ran} == {*sanitized_triton.HALVES} and all(D > 64 for *_, D, _ in ran)
+    assert {dtype for _, dtype, *_ in ran} == {*sanitized.HALVES} and all(D > 64 for *_, D, _ in ran)
     assert compared[-1] == {"out", "lse", "dq", "dk", "dv", "dsinks"} and compared[0] == {"out", "lse"}
 
 

@@ -330,93 +330,59 @@ def printed(stem, executions):
     return "".join(o.get("text", "") for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
 
 
-@pytest.mark.long
-def test_a_warp_goes_on_while_an_mma_runs(executions):
-    """The machine code of fwd_5 has exponentials between independent products, and 02d does not deny it."""
-    text = printed("02x_deeper", executions)
-    if "there is no nvdisasm here" in text:
-        pytest.skip("needs nvdisasm, which Triton's package brings for Linux")
-    exponentials, between = re.search(r"HMMA and (\d+) MUFU.EX2; (\d+) of them have HMMAs", text).groups()
-    assert int(between) > int(exponentials) / 2
-    assert "whose warp waits for the result" not in source("02d_fa2_cuda_hopper")
+def numbers(pattern, holds):
+    """The pattern, and whether what it finds holds, as numbers."""
+    return pattern, lambda found: holds(*(list(map(float, each)) for each in found))
 
 
-def test_03a_counts_all_products_of_the_backward():
-    from steps.course.workbook import show
+PRINTED = [  # a notebook, what is looked for in all that it prints, and what is then found, or holds of it
+    ("00_naive", r"P has its class probabilities: (\w+); likeliest for q5: (\w+)", [("True", "trout")]),
+    ("02d_fa2_cuda_hopper", r"^(.+?)  .*\blives(.*)$", [
+        ("wgmma as it is", ""), ("hopper as it is", ""), ("roles as it is", ""),
+        ("K released before its products end", "   spoils out, lse   spoils out, lse")]),
+    ("02e_fa2_cuda_hopper_backward", r"^(.+?)  .*\blives", ["wgmma as it is", "no barrier after dS^T is stored"]),
+    ("02e_fa2_cuda_hopper_backward", r"^(.+?)  +lives +lives +lives$", ["wgmma as it is"]),
+    ("02e_fa2_cuda_hopper_backward", r"^(.+?)  .*(?:spoils|refused)", lambda found: len(found) == 6),
+    ("02e_fa2_cuda_hopper_backward", *numbers(
+        r"products (\d+), shared memory (\d+) clocks a\s+step; roof (\d+)", lambda *found: len(found) == 6 and all(
+            roof == round(cost.GPUS["NVIDIA H200"].half_tflops * products / max(products, shared))
+            for products, shared, roof in found))),
+    ("02x_deeper", *numbers(
+        r"HMMA and (\d+) MUFU.EX2; (\d+) of them have HMMAs", lambda found: found[1] > found[0] / 2)),
+    ("02x_deeper", r"^(ours|eight_lanes|warp_of_int) +(.+)$", [
+        ("ours", "shfl max shfl max shfl max"),
+        ("eight_lanes", " ".join(3 * ["and shl shfl setp selp"])), ("warp_of_int", "redux")]),
+    ("02x_deeper", r"made anew: (\d+) times attention's own operations", ["16"]),
+    ("03a_triton_kernels", r"^(.+?)  +lives$", ["as it is", "offsets in 32 bits"]),
+    ("03a_triton_kernels", r"^key head h % Hk  +(.+)$", ["grouped heads: as in 'heads interleaved'"]),
+    ("03a_triton_kernels", "InterpreterError|no complaint; 0 atomic", ["InterpreterError", "no complaint; 0 atomic"]),
+    ("03b_triton_features", r"^(.+?)  +((?:out|lse|d\w+)(?:, \w+)*|lives)$", [
+        ("window one key too wide", "out, lse, dq, dk, dv"), ("mask transposed", "out, lse, dq, dk, dv, dmask"),
+        ("the same, symmetric mask", "lives"), ("soft-cap without derivative", "dq, dk"),
+        ("ALiBi of the key alone", "lse"), ("keys counted from the tile", "out, dq, dk, dv"),
+        ("dP not scaled", "dq, dk")]),
+    ("03b_triton_features", r"^(.+?)  +computed by (our|torch)", [
+        ("a mask and dropout", "our"), ("a mask, and is_causal", "torch"), ("float64", "torch"),
+        ("head_dim 512", "torch")]),
+    ("03x_deeper", r"begins at row i \+ (\d+)", ["64", "128"]),
+    ("03x_deeper", *numbers(
+        r"products (\d+), .*addresses, comparisons (\d+)",
+        lambda pointers, maps: pointers[0] == maps[0] and maps[1] < 0.4 * pointers[1])),
+    ("03x_deeper", *numbers(  # full and causal, if the rows are of the kernels as they are
+        r"compiled (\d+), sdpa-cudnn (\d+)",
+        lambda *found: not found or found[0][0] > 0.9 * found[0][1] and found[1][0] < found[1][1] / 4)),
+]  # fmt: skip
 
-    products = {name: show("bwd_0_fused", name).count("tl.dot(") for name in ("visit_queries", "visit_keys")}
-    assert products == {"visit_queries": 4, "visit_keys": 3}
-    text = source("03a_triton_kernels").replace("\n# ", " ")
-    assert "S, dP, dV, dK: 4 |" in text and "S, dP, dQ: 3 |" in text and "seven products instead of five" in text
 
-
-def seen_by(stem, mistakes, executions):
-    """{mistake: what the notebook's table says of it}."""
+@pytest.mark.parametrize("stem, pattern, wants", [
+    pytest.param(*row, marks=[pytest.mark.long] * (row[0][2] == "x"), id=f"{row[0]}: {row[1][:40]}") for row in PRINTED
+])  # fmt: skip
+def test_a_page_prints_what_its_prose_says(stem, pattern, wants, executions):
     text = printed(stem, executions)
-    return {mistake: re.search(rf"^{re.escape(mistake)}  +(.+)$", text, re.M)[1] for mistake in mistakes}
-
-
-def test_03a_says_which_mistakes_die_and_where(executions):
-    from steps.course.figures import n03a_triton_kernels as figures
-
-    seen = seen_by("03a_triton_kernels", ["as it is", *figures.MISTAKES], executions)
-    assert [mistake for mistake, how in seen.items() if how == "lives"] == ["as it is", "offsets in 32 bits"]
-    assert seen["key head h % Hk"] == "grouped heads: as in 'heads interleaved'"
-    text = printed("03a_triton_kernels", executions)
-    assert text.count("InterpreterError") == 1 and text.count("no complaint; 0 atomic") == 1
-
-
-def test_03b_says_which_result_sees_which_mistake(executions):
-    from steps.course.figures import n03b_triton_features as figures
-
-    seen = seen_by("03b_triton_features", figures.MISTAKES, executions)
-    assert seen["ALiBi of the key alone"] == "lse" and seen["keys counted from the tile"] == "out, dq, dk, dv"
-    assert seen["soft-cap without derivative"] == seen["dP not scaled"] == "dq, dk"
-    assert "lse" in seen["window one key too wide"] and "dmask" in seen["mask transposed"]
-    assert {how for mistake, how in seen.items() if "the same" in mistake} == {"lives"}
-
-
-def test_03b_says_how_much_faster_a_window_is():
-    from steps.course.figures import n03b_triton_features as figures
-
-    rows_of_tiles = range(1, 256 + 1)  # of 64 queries; a window of an eighth is 32 tiles and a part of one
-    factor = sum(rows_of_tiles) / sum(min(n, 32 + 1) for n in rows_of_tiles)
-    assert f"a factor of {factor:.1f}." in source("03b_triton_features")
-    times = {(D, which): figures.milliseconds(D, which) for D in (64, 128) for which in ("fwd", "bwd")}
-    for of, ms in times.items():  # what it says of FlashAttention-4
-        both = {feature for feature, who in ms if who == "fa4" and (feature, "ours") in ms}
-        behind = {feature for feature in both if ms[feature, "fa4"] < ms[feature, "ours"]}
-        ahead = {"soft-cap", "packed"} if of == (128, "fwd") else {"soft-cap"}
-        assert (both & {"causal", "sinks", "window", "packed"}) - ahead <= behind and not ahead & behind, of
-    measured = {of: ms for of, ms in times.items() if ("window", "ours") in ms}
-    shares = {of: f"{ms['causal', 'ours'] / ms['window', 'ours']:.1f}" for of, ms in measured.items()}
-    text = source("03b_triton_features").replace("\n#    ", " ").replace("\n# ", " ")
-    if len(shares) == len(times):
-        words = " to ".join(sorted({shares[64, "bwd"], shares[128, "bwd"]}))
-        assert f"The backward was measured as {words}, " in text
-        assert f"The forward has {shares[64, 'fwd']} at head_dim 64 and {shares[128, 'fwd']} at 128" in text
-        pair = "soft-cap + window"
-        slower = {of: 100 * (ms[pair, "ours"] / ms[pair, "fa4"] - 1) for of, ms in times.items()}
-        percent = slower.pop((128, "bwd"))
-        assert f"There it is also faster by {percent:.0f} % in the backward with a soft-cap and a window." in text
-        assert all(other < 0 for other in slower.values())
-
-
-def test_03b_says_how_near_decoding_is_to_cudnn(capsys):
-    from steps.course.figures import n03b_triton_features as figures
-
-    figures.decoding()
-    ours, cudnn = ([*map(float, line.split()[1:])] for line in capsys.readouterr().out.splitlines()[1:3])
-    assert all(abs(a / b - 1) < 0.0125 for a, b in zip(ours, cudnn, strict=True)), "the page says within 1 %"
-
-
-def test_03b_orders_features_by_their_cost():
-    from steps.course.figures import n03b_triton_features as figures
-
-    times = figures.milliseconds(128, "fwd")
-    order = "dropout", "additive mask", "soft-cap", "ALiBi"
-    spent = [times[feature, "ours"] for feature in order if times]
-    assert spent == sorted(spent, reverse=True)
+    if missing := re.search("there is no nvdisasm here|CUDA's headers are not here", text):
+        pytest.skip(missing[0])
+    found = re.findall(pattern, text, re.M)
+    assert wants(found) if callable(wants) else found == wants, found
 
 
 @pytest.mark.compile
@@ -441,58 +407,3 @@ def test_the_whole_forward_of_03a_is_compiled_as_it_stands_on_the_page():
     launch = "import page\nx = torch.zeros(1, 2, 70, 64).bfloat16()\npage.attend(x, x, x, True, 64, 64)"
     (found,) = compiled(launch, {"page": head + page})
     assert "wgmma" in found["ptx"] and "refused" not in found
-
-
-@pytest.mark.long
-def test_02x_says_what_the_compiler_makes_of_cooperative_groups(executions):
-    text = printed("02x_deeper", executions)
-    if "CUDA's headers are not here" in text:
-        pytest.skip("needs the headers of CUDA, which the pinned packages bring for Linux")
-    made = dict(re.findall(r"^(ours|eight_lanes|warp_of_int) +(.+)$", text, re.M))
-    each = {"ours": "shfl max", "eight_lanes": "and shl shfl setp selp"}
-    assert made == {kernel: " ".join(3 * [words]) for kernel, words in each.items()} | {"warp_of_int": "redux"}
-    assert "made anew: 16 times attention's own operations" in text
-
-
-def test_00_is_a_classifier_and_03b_asks_the_checker(executions):
-    assert "P has its class probabilities: True; likeliest for q5: trout" in printed("00_naive", executions)
-    found = re.findall(r"^(.+?)  +computed by (our|torch)", printed("03b_triton_features", executions), re.M)
-    assert found[0] == ("a mask and dropout", "our")
-    assert found[1:] == [(call, "torch") for call in ("a mask, and is_causal", "float64", "head_dim 512")]
-
-
-@pytest.mark.long
-def test_03x_says_what_compilers_make_of_roles_and_of_the_formula(executions):
-    text = printed("03x_deeper", executions)
-    assert re.findall(r"begins at row i \+ (\d+)", text) == ["64", "128"]
-    integers = [int(n) for n in re.findall(r"addresses, comparisons (\d+)", text)]
-    assert integers[1] < 0.4 * integers[0] and len(set(re.findall(r"products (\d+)", text))) == 1
-    speeds = [tuple(map(float, line)) for line in re.findall(r"compiled (\d+), sdpa-cudnn (\d+)", text)]
-    if speeds:  # the rows are of the peers as they are
-        (full, cudnn), (causal, cudnn_causal) = speeds
-        assert full > 0.9 * cudnn and causal < cudnn_causal / 4
-
-
-def test_02d_says_which_mistake_lives_and_in_which_schedule(executions):
-    text = printed("02d_fa2_cuda_hopper", executions)
-    lines = text[text.index("the consumer begins with") :].splitlines()[:5]
-    (lives,) = [line for line in lines if "lives" in line]
-    assert re.match("K released before its products end +lives +spoils .* spoils", lives)
-
-
-def test_02e_counts_the_roof_that_02c_promises(executions):
-    assert re.search(r"roof is counted in 02e", source("02c_fa2_cuda_backward"))
-    text = printed("02e_fa2_cuda_hopper_backward", executions)
-    found = re.findall(r"products (\d+), shared memory (\d+) clocks a\s+step; roof (\d+)", text)
-    assert len(found) == 6  # rungs fa2, wgmma and hopper, two head_dims
-    for products, shared, roof in (map(int, numbers) for numbers in found):
-        assert roof == round(cost.GPUS["NVIDIA H200"].half_tflops * products / max(products, shared))
-
-
-def test_each_mistake_in_the_backward_is_seen_by_a_schedule(executions):
-    """In 02e: as it is the kernel lives in all three schedules, and each of the six mistakes is seen in one of them."""
-    text = printed("02e_fa2_cuda_hopper_backward", executions)
-    table = text[text.index("wgmma as it is") :].splitlines()[:7]
-    assert table[0].split()[4:] == ["lives"] * 3
-    assert all(re.search(r"spoils|refused", line) for line in table[1:])
-    assert [line for line in table[1:] if "lives" in line] == [line for line in table if line.startswith("no barrier")]

@@ -69,23 +69,6 @@ def test_the_tables_of_results_are_what_the_rows_say():
     assert report.pages() == dict(zip(report.PAGES, (README, RESULTS), strict=True)), "run make report"
 
 
-def test_what_is_said_of_small_calls_is_what_their_rows_say():
-    fresh = rows.fresh(rows.read())
-    small = [one for one in fresh if one["options"].get("feature") == "small call" and one["N"] == 256]
-    newest = [one for one in small if one["run"] == max(one["run"] for one in small)]
-    assert all(one["host_us"] > 1e3 * one["ms_median"] for one in newest)
-    alone = {rows.label(one): one["host_us"] for one in newest if one["pass"] == "fwd"}
-    assert all(round(2 * alone["02 fwd_8_hopper"] / alone[peer]) == 1 for peer in ("sdpa-flash", "sdpa-cudnn"))
-    passes = [one for one in newest if one["pass"] == "fwd+bwd"]
-    graphs = [one for one in passes if "graph" in one["options"]]
-    eager = [one for one in passes if one not in graphs]
-    captured, fastest = [one["host_us"] for one in graphs], min(eager, key=lambda one: one["host_us"])
-    assert fastest["peer"] == "sdpa-cudnn" and max(captured) < min(fastest["host_us"], 1.1 * min(captured))
-    assert list(map(rows.label, eager)) == list(map(rows.label, graphs))
-    longer = [1e3 * (b["ms_median"] - a["ms_median"]) for a, b in zip(eager, graphs, strict=True)]
-    assert f"The GPU takes {min(longer):.0f} to {max(longer):.0f} µs longer" in RESULTS
-
-
 def test_the_pictures_of_the_rungs_are_what_the_rows_say_and_stand_on_the_pages():
     plots.main(check=True)
     assert f"]({plots.PICTURES['02_fa2_cuda']})" in README and f"/{plots.PICTURES['03_triton']})" in RESULTS

@@ -24,7 +24,7 @@ from reference import cases, mutants
 from steps import __main__, engine
 from steps import step00_naive as step00
 from steps.__main__ import app
-from steps.course.verify import anybody, verdict
+from steps.course.verify import anybody, process, verdict
 from steps.course.workbook.capstone import step_3
 
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
@@ -534,7 +534,7 @@ def in_a_fork(*words):
             os.dup2(file.fileno(), 1)
             sys.stdout, sys.argv = open(1, "w", closefd=False), ["steps", "verify", *words]
             try:
-                __main__.in_a_child()
+                process.in_a_child(app, "python -m steps")
             except SystemExit as end:
                 sys.stdout.flush()
                 os._exit(end.code)
@@ -552,11 +552,11 @@ def test_a_function_that_ends_the_process_has_not_passed(forms):
     assert "The function ended the process (exit code 0) before all properties were judged." in done.stdout
 
 
-@pytest.mark.parametrize("code, ours", [(__main__.JUDGED, 0), (0, 1), (1, 1), (2, 2), (3, 1), (-11, 1)])
+@pytest.mark.parametrize("code, ours", [(process.JUDGED, 0), (0, 1), (1, 1), (2, 2), (3, 1), (-11, 1)])
 def test_the_command_ends_with_0_only_after_its_last_property(monkeypatch, code, ours):
     monkeypatch.setattr(sys, "argv", ["steps", "verify", "--help"])
     monkeypatch.setattr(subprocess, "run", lambda _: types.SimpleNamespace(returncode=code))
-    for function, ends in ((__main__.main, ours), (__main__.in_a_child, __main__.JUDGED)):
+    for function, ends in ((__main__.main, ours), (partial(process.in_a_child, app, "steps"), process.JUDGED)):
         with pytest.raises(SystemExit) as end:
             function()
         assert end.value.code == ends

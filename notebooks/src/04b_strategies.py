@@ -141,8 +141,8 @@ show("step04_ring/strategies/lesson_5_ulysses", "forward")
 # %% slideshow={"slide_type": "fragment"}
 layout = Layout("zigzag", 256, 4, causal=True)
 for name in ("query_parallel", "ring", "star", "ulysses"):
-    sizes = dict(B=1, H=4, Hk=4, D=16, e=4)  # bytes of an element
-    sent = [strategies.account.sent_bytes(name, layout, rank, **sizes)[0] for rank in range(4)]
+    sizes = dict(B=1, H=4, Hk=4, D=16, e=4)  # e: bytes of an element
+    sent = (strategies.account.sent_bytes(name, layout, r, **sizes)[0] for r in range(4))
     print(f"{name:15} {max(sent):7,} bytes forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}

@@ -38,16 +38,7 @@ class Kernel:
     needs: tuple = TURING  # the compute capability
     loads: str = "elements"  # how tensors are read: a number at a time, "16 bytes" at a time, or by TMA, "tma"
     persistent: bool = False  # whether a block can compute several tiles, one after the other; the macro PERSISTENT
-    backwards: tuple = ()  # of a forward: the backwards that go with it, by word; the first that takes it is used
-    choices: tuple = ()  # of a forward: the tiles that `tile=` may name
-    emulated_choices: tuple = ()  # the same in the emulation, where every tile costs seconds to compile
-    # Of a backward:
-    in_order: bool = False  # whether blocks can add to dq in a fixed order, so that it is bit-equal from run to run
-    zeroes_dq: bool = False  # a block of attention_delta computes a tile of queries, and also sets its dq_sum to 0
-    dq_by_tile: bool = False  # a block of attention_dq computes a tile of queries, and not 1024 numbers of dq
-    adds_to_dq: bool = False  # attention_backward adds to dq itself, so that there is no dq_sum and no attention_dq
     repeats_heads: bool = False  # k and v are repeated, one K/V head for each query head
-    tile_of_forward: bool = False  # the tile that a call names for the forward is used here, too
 
     @property
     def head_dims(self):
@@ -67,8 +58,8 @@ class Kernel:
         """Whether the smallest tile for this head_dim fits into so many bytes of shared memory."""
         return memory is None or self.shared_bytes(D, *self.tiles[-1][D]) <= memory
 
-    def takes(self, dtype, D, deterministic=False):
-        return dtype in self.dtypes and D in self.head_dims and (self.in_order or not deterministic)
+    def takes(self, dtype, D):
+        return dtype in self.dtypes and D in self.head_dims
 
     def describe(self):
         """ "fwd_5_fa2.cu takes bfloat16 or float16 and head_dim 32, 64"."""
@@ -101,6 +92,25 @@ class Kernel:
             raise ValueError(f"{self.file} runs on a GPU or on the CPU; the tensors are on {device}.")
         if device.type == "cuda" and not self.runs_on(torch.cuda.get_device_capability(device)):
             raise RuntimeError(f"{self.file} needs a GPU of compute capability {self.needed()}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Forward(Kernel):
+    backwards: tuple = ()  # the backwards that go with it, by word; the first that takes the input is used
+    choices: tuple = ()  # the tiles that `tile=` may name
+    emulated_choices: tuple = ()  # the same in the emulation, where every tile costs seconds to compile
+
+
+@dataclass(frozen=True, eq=False)
+class Backward(Kernel):
+    in_order: bool = False  # whether blocks can add to dq in a fixed order, so that it is bit-equal from run to run
+    zeroes_dq: bool = False  # a block of attention_delta computes a tile of queries, and also sets its dq_sum to 0
+    dq_by_tile: bool = False  # a block of attention_dq computes a tile of queries, and not 1024 numbers of dq
+    adds_to_dq: bool = False  # attention_backward adds to dq itself, so that there is no dq_sum and no attention_dq
+    tile_of_forward: bool = False  # the tile that a call names for the forward is used here, too
+
+    def takes(self, dtype, D, deterministic=False):
+        return super().takes(dtype, D) and (self.in_order or not deterministic)
 
 
 @dataclass(frozen=True)
@@ -280,39 +290,40 @@ HOPPER_BACKWARDS = ON_HOPPER | dict(threads=two_warpgroups, zeroes_dq=True, dq_b
 WARPGROUPS = ON_HOPPER | dict(macros=hopper_macros, choices=((128, 128), (128, 64)), emulated_choices=((192, 128),))
 
 ROWS = (  # forward, the simplest first
-    Kernel("scalar", "fwd_0_scalar.cu", FP32, (same((64, 32), SMALL), same((16, 16), SMALL)),
-           threads=lambda D, Br, Bc: Br, shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * D + Bc * Br),
-           choices=((64, 32), (32, 32), (32, 64)), emulated_choices=((16, 16), (8, 16), (16, 8)),
-           backwards=("scalar",)),
-    Kernel("warp", "fwd_1_warp.cu", FP32 + HALF, ({32: (64, 64), 64: (64, 64), 96: (64, 32), 128: (64, 32)},),
-           shared_bytes=lambda D, Br, Bc: 4 * (Br + 2 * Bc) * (D + 4),  # Rows are padded by 4 numbers.
-           backwards=("fa2", "scalar"), **WARPS_OF_MMA),
-    Kernel("mma", "fwd_2_mma.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",), **WARPS_OF_MMA),
-    Kernel("ldmatrix", "fwd_3_ldmatrix.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",),
-           **WARPS_OF_MMA),
-    Kernel("cp_async", "fwd_4_cp_async.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",),
-           **WARPS_OF_MMA),
-    Kernel("fa2", "fwd_5_fa2.cu", HALF, (FA2_FORWARD,), shared_bytes=tiles_of_half, backwards=("fa2",),
-           **WARPS_OF_MMA | dict(choices=((128, 128), (64, 64), (64, 128), (128, 64)), emulated_choices=((128, 128),))),
-    Kernel("wgmma", "fwd_6_wgmma.cu", HALF, (WGMMA,), threads=warpgroups_of_64_rows, shared_bytes=two_stages,
-           backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
-    Kernel("roles", "fwd_7_roles.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=two_stages,
-           backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
-    Kernel("hopper", "fwd_8_hopper.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=hopper_stages,
-           persistent=True, backwards=("hopper", "fa2"), **WARPGROUPS),
+    Forward("scalar", "fwd_0_scalar.cu", FP32, (same((64, 32), SMALL), same((16, 16), SMALL)),
+            threads=lambda D, Br, Bc: Br, shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * D + Bc * Br),
+            choices=((64, 32), (32, 32), (32, 64)), emulated_choices=((16, 16), (8, 16), (16, 8)),
+            backwards=("scalar",)),
+    Forward("warp", "fwd_1_warp.cu", FP32 + HALF, ({32: (64, 64), 64: (64, 64), 96: (64, 32), 128: (64, 32)},),
+            shared_bytes=lambda D, Br, Bc: 4 * (Br + 2 * Bc) * (D + 4),  # Rows are padded by 4 numbers.
+            backwards=("fa2", "scalar"), **WARPS_OF_MMA),
+    Forward("mma", "fwd_2_mma.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",), **WARPS_OF_MMA),
+    Forward("ldmatrix", "fwd_3_ldmatrix.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",),
+            **WARPS_OF_MMA),
+    Forward("cp_async", "fwd_4_cp_async.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",),
+            **WARPS_OF_MMA),
+    Forward("fa2", "fwd_5_fa2.cu", HALF, (FA2_FORWARD,), shared_bytes=tiles_of_half, backwards=("fa2",),
+            **WARPS_OF_MMA | dict(choices=((128, 128), (64, 64), (64, 128), (128, 64)),
+                                  emulated_choices=((128, 128),))),
+    Forward("wgmma", "fwd_6_wgmma.cu", HALF, (WGMMA,), threads=warpgroups_of_64_rows, shared_bytes=two_stages,
+            backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
+    Forward("roles", "fwd_7_roles.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=two_stages,
+            backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
+    Forward("hopper", "fwd_8_hopper.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=hopper_stages,
+            persistent=True, backwards=("hopper", "fa2"), **WARPGROUPS),
 )  # fmt: skip
 BACKWARD_ROWS = (
-    Kernel("scalar", "bwd_0_scalar.cu", FP32, (same((32, 64), SMALL), same((16, 16), SMALL)),
-           threads=lambda D, Br, Bc: Bc, adds_to_dq=True, repeats_heads=True, tile_of_forward=True,
-           shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br)),
-    Kernel("fa2", "bwd_1_fa2.cu", HALF, (FA2_BACKWARD, FA2_BACKWARD_SMALL, FA2_BACKWARD_SMALLEST),
-           threads=fa2_backward_threads, shared_bytes=backward_tiles, macros=fa2_backward_macros, loads="16 bytes",
-           in_order=True),
-    Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros,
-           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, **HOPPER_BACKWARDS),
-    Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
-           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc, stages=3) + 2 * Bc * D + 128, persistent=True,
-           in_order=True, **HOPPER_BACKWARDS),
+    Backward("scalar", "bwd_0_scalar.cu", FP32, (same((32, 64), SMALL), same((16, 16), SMALL)),
+             threads=lambda D, Br, Bc: Bc, adds_to_dq=True, repeats_heads=True, tile_of_forward=True,
+             shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br)),
+    Backward("fa2", "bwd_1_fa2.cu", HALF, (FA2_BACKWARD, FA2_BACKWARD_SMALL, FA2_BACKWARD_SMALLEST),
+             threads=fa2_backward_threads, shared_bytes=backward_tiles, macros=fa2_backward_macros, loads="16 bytes",
+             in_order=True),
+    Backward("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros,
+             shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, **HOPPER_BACKWARDS),
+    Backward("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
+             shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc, stages=3) + 2 * Bc * D + 128, persistent=True,
+             in_order=True, **HOPPER_BACKWARDS),
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}
 BACKWARD = {row.word: row for row in BACKWARD_ROWS}

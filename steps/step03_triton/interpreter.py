@@ -23,10 +23,18 @@ from . import memcheck
 tritons_own, patch_tensor = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
 tritons_call = interpreter.InterpretedFunction.__call__
 _launch, _replaced = None, set()  # the `spans` of a watched launch, and the modules whose functions it has called
+_before_products = []  # see `before_each_product`
+
+
+def before_each_product(look):
+    """From now on look(dtype of the factors, precision) is called before each tl.dot of any kernel."""
+    _before_products.append(look)
 
 
 def create_dot(self, a, b, d, *how):
     """d + a b, for tl.dot."""
+    for look in _before_products:
+        look(a.dtype.scalar, how[0])
     watched = memcheck.spans is not None
     if not watched or a.data.dtype.kind != "f":  # integers, and the floats that NumPy does not know
         return tritons_own(self, a, b, d, *how)

@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import torch
 
@@ -41,31 +42,47 @@ MATMUL = "matmul"  # a peer and its pass: a plain product, (N, D) times (D, N), 
 COPY = "copy"  # a peer and its pass: k (B, Hk, Nk, D) copied in device memory, as a ceiling for decoding
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NUMBER = float | int
-FIELDS = {  # by name: the type of the value, or a tuple of all values that there are
-    "run": str, "commit": str | None, "date": str, "gpu": str,  # a run is measured together; YYYY-MM-DD; torch's name
+FIELDS = {
+    "run": str,  # shared by all that was measured together
+    "commit": str | None,
+    "date": str,  # YYYY-MM-DD
+    "gpu": str,  # torch's name of it
     "n_gpus": int,
-    **dict.fromkeys(("driver", "cuda"), str | None), "torch": str, "triton": str | None,
-    # "02_fa2_cuda", null for a peer; the stem of its file, or "fwd_a+bwd_b" of two, "folder/a", "fwd_a:LAZY=0" with a
-    # switch turned; the peer's name; a hash of the kernel and its launch.
-    **dict.fromkeys(("stage", "kernel", "peer", "source"), str | None),
-    "pass": ("fwd", "bwd", "fwd+bwd", MATMUL, COPY),
-    "dtype": tuple(DTYPES),
-    **dict.fromkeys(("B", "H", "Hk", "N", "Nk", "D"), int),  # N: queries, Nk: keys
+    "driver": str | None,
+    "cuda": str | None,
+    "torch": str,
+    "triton": str | None,
+    "stage": str | None,  # "02_fa2_cuda"; null for a peer, as the kernel
+    "kernel": str | None,  # the stem of its file, "fwd_a+bwd_b" of two, "folder/a", "fwd_a:LAZY=0" with a switch turned
+    "peer": str | None,  # its name; null for a kernel
+    "source": str | None,  # a hash of the kernel and its launch; null for a peer
+    "pass": Literal["fwd", "bwd", "fwd+bwd", MATMUL, COPY],
+    "dtype": Literal[*DTYPES],
+    "B": int,  # batch
+    "H": int,  # query heads
+    "Hk": int,  # heads of K and V
+    "N": int,  # queries
+    "Nk": int,  # keys
+    "D": int,  # head_dim
     "causal": bool,
-    "layout": (None, "contiguous", "zigzag", "striped"),  # stage 04: how the sequence is distributed over the ranks
+    "layout": Literal[None, "contiguous", "zigzag", "striped"],  # stage 04: how the sequence lies on the ranks
     "options": dict,  # what else was asked for, by name: feature, window, transport, strategy, graph, ...
-    "timing": ("interleaved", "sustained"),  # single calls of all candidates in turn, or a second of calls of one
-    **dict.fromkeys(("clock_mhz", "watts"), NUMBER | None),  # of sustained rows: the medians meanwhile
-    **dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), NUMBER), "reps": int,
-    "tflops": NUMBER,  # 0 for a copy
+    "timing": Literal["interleaved", "sustained"],  # single calls of all candidates in turn, or a second of one's calls
+    "clock_mhz": NUMBER | None,  # MHz, the median meanwhile, of sustained rows
+    "watts": NUMBER | None,  # W, likewise
+    "ms_median": NUMBER,  # ms a call, of several GPUs the slowest rank's
+    "ms_p20": NUMBER,  # ms
+    "ms_p80": NUMBER,  # ms
+    "reps": int,  # calls that were timed
+    "tflops": NUMBER,  # TFLOP/s; 0 for a copy
     "error": NUMBER,  # max |result - float64| over the results of the pass
-}  # fmt: skip
+}
 OPTIONAL = {  # few rows have them
-    "peak_bytes": int,  # of device memory, beyond the inputs, that one call held at once
+    "peak_bytes": int,  # bytes of device memory, beyond the inputs, that one call held at once
     "hidden": NUMBER,  # by a profiler: the share of the time of copies between GPUs in which a kernel computes
     "idle": NUMBER,  # by a profiler: the share of the time in which no kernel computes
     "launches": NUMBER,  # by a profiler: kernels and copies of one call
-    "ms_worst": NUMBER,  # of the slowest round
+    "ms_worst": NUMBER,  # ms, of the slowest round
     "host_us": NUMBER,  # microseconds that a call takes the CPU, which does not wait for the GPU
     "peer_version": str,  # "flash-attn-4 4.0.0b36", "cudnn 9.19.0"
 }
@@ -97,8 +114,8 @@ def validate(row):
 
 def _fits(value, kind):
     """Whether FIELDS allows it. bool counts as no number, and a number must be finite (JSON has no NaN)."""
-    if isinstance(kind, tuple):
-        return value in kind
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
     finite = not isinstance(value, float) or math.isfinite(value)
     return type(value) is kind if bool in (kind, type(value)) else isinstance(value, kind) and finite
 

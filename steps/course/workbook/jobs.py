@@ -12,8 +12,10 @@ import inspect
 import math
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +34,18 @@ class WrongReturn(Exception):
     """The reader's function returned something of another structure or shape than the stage's own function does."""
 
 
+class Ran(NamedTuple):
+    """One case of an exercise after it ran."""
+
+    says: str  # what a report calls it
+    inputs: cases.Inputs
+    run: Callable  # runs it once more
+    got: dict
+    want: error.Expected
+    wrong: list  # lines that say what is wrong and where
+    unwritten: list  # lines about results from shared memory that nobody had written
+
+
 def exercise(job, tell):
     """Runs the exercise's cases.
 
@@ -47,79 +61,97 @@ def exercise(job, tell):
     tell(cases=len(job["cases"]) + len(job["edges"]) + asks_for_parts, of=len(all_cases))
     changed = watch_returns(job["module"], job["function"], job["own"]) if job["own"] else []
     products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
-    rows, failed, memory = [], [], []
-    if asks_for_parts:
-        tell(running=parts.SAYS)
-        wrong, found = parts.judge(importlib.import_module(job["module"]))
-        tell(says=parts.SAYS, wrong=wrong)
-        if wrong:  # What a ring makes of it would add nothing.
-            return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found], of_many=True)
+    if asks_for_parts and not _parts_are_right(job, tell):
+        return
+    ran = [_run(job, stage, products, tell, *each) for each in _cases(job, supports)]
+    if not any(one.wrong for one in ran):
+        ran += [_run(job, stage, products, tell, *each) for each in _cases(edges.further_cases(job), supports)]
+    all_right = not any(one.wrong for one in ran) and _edges_are_right(job, stage, supports, products, tell)
+    tell(**_diagnosis(job, supports, ran), changed=changed)
+    if products and all_right:
+        products.raise_found()
 
-    def asked():
-        yield from _cases(job, supports)
-        yield from () if failed else _cases(edges.further_cases(job), supports)
 
-    for case, inputs, want in asked():
-        says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
-        tell(running=says)
-        if products:
-            products.bits = 8 * inputs.q.element_size()
-        run = functools.partial(_results, stage, job, case, inputs, want)
-        try:
-            with _find_unwritten(job["stage"]) as unwritten:
-                got = run()
-        except Exception as e:
-            if engine.name == "cpu" and (says := first_difference.structure(job, run)):
-                raise WrongReturn(says) from e
-            raise
-        wrong = differences.lines(got, want)
-        tell(says=says, wrong=wrong)
-        if wrong:
-            memory += unwritten
-            failed.append((says, inputs, run, want))
-        if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
-            rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
-    of_edges = []
-    for says, judge in [] if failed else edges.of(job):
+def _parts_are_right(job, tell):
+    """Whether the table of `visible_part` is right. If it is not, what a ring makes of it would add nothing."""
+    tell(running=parts.SAYS)
+    wrong, found = parts.judge(importlib.import_module(job["module"]))
+    tell(says=parts.SAYS, wrong=wrong)
+    if wrong:
+        tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found], of_many=True)
+    return not wrong
+
+
+def _run(job, stage, products, tell, case, inputs, want):
+    """Runs one case."""
+    says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
+    tell(running=says)
+    if products:
+        products.bits = 8 * inputs.q.element_size()
+    run = functools.partial(_results, stage, job, case, inputs, want)
+    try:
+        with _find_unwritten(job["stage"]) as unwritten:
+            got = run()
+    except Exception as e:
+        if engine.name == "cpu" and (says := first_difference.structure(job, run)):
+            raise WrongReturn(says) from e
+        raise
+    wrong = differences.lines(got, want)
+    tell(says=says, wrong=wrong)
+    return Ran(says, inputs, run, got, want, wrong, unwritten)
+
+
+def _edges_are_right(job, stage, supports, products, tell):
+    """Runs the edges of the exercise; whether all are right."""
+    right = True
+    for says, judge in edges.of(job):
         tell(running=says)
         if products:
             products.bits = 16 if judge is edges.many_tiles else 32
-        of_edges += (wrong := judge(job, supports, lambda *case: _results(stage, job, *case)))
+        wrong = judge(job, supports, lambda *case: _results(stage, job, *case))
         tell(says=says, wrong=wrong)
+        right = right and not wrong
+    return right
+
+
+def _diagnosis(job, supports, ran):
+    """What the results equal, or else what can be said of them."""
+    # No mutant merges chunks.
+    comparable = [one for one in ran if "layouts" not in supports or one.inputs.ring]
+    rows = [(one.inputs, job["tile"] or one.inputs.tile or supports["tiles"][0], one.got, one.want)
+            for one in comparable]  # fmt: skip
     # A function that hides nothing cannot make a mistake about the mask.
     found = mutants.diagnose(rows, job["order"] or supports["order"], job["masks"])
     of_the_mask = [m for m in found if m.concerns_the_mask]
     found = of_the_mask or found  # Where everything is NaN, mistakes elsewhere give the same.
+    failed = [one for one in ran if one.wrong]
+    difference = [line for one in failed for line in one.unwritten][:1]
+    if not found or of_the_mask:
+        difference += _first_difference(job, failed)
     remark = mutants.remark(rows) if failed and not found else ""
-    shown = _first_difference(job, failed) if not found or of_the_mask else []
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark, difference=memory[:1] + shown,
-         changed=changed)  # fmt: skip
-    if products and not failed and not of_edges:
-        products.raise_found()
+    names, equals = [m.name for m in found], [m.says for m in found]
+    return dict(mutants=names, equals=equals, remark=remark, difference=difference)
 
 
 def _first_difference(job, failed):
-    """The lines about the first call of the function that differs, in the smallest of the failed cases.
-
-    failed: (what a report calls the case, its inputs, how it is run, expected results) of each.
-    """
+    """The lines about the first call of the function that differs, in the smallest of the failed cases."""
     if not failed or engine.name != "cpu":  # On a GPU a kernel's function cannot be called from here.
         return []
     if job["stage"] == "step02_fa2_cuda":
         from steps.course.workbook import probe  # It needs the emulation.
 
         return probe.explain(job)
-    says, inputs, run, want = min(failed, key=_simplest)
+    one = min(failed, key=_simplest)
+    run = one.run
     if job["stage"] == "step04_ring":  # The ranks of a ring are processes of their own.
         merge = importlib.import_module(job["module"])
-        run = lambda: _of_chunks(merge.merge, inputs, last_first=says.endswith(LAST_FIRST))  # noqa: E731
-    return first_difference.explain(job, says, run, lambda results: not error.failures(results, want))
+        run = lambda: _of_chunks(merge.merge, one.inputs, last_first=one.says.endswith(LAST_FIRST))  # noqa: E731
+    return first_difference.explain(job, one.says, run, lambda results: not error.failures(results, one.want))
 
 
-def _simplest(failed):
+def _simplest(one):
     """What failed cases are sorted by: ordinary scores and several queries come first, then few numbers."""
-    _, inputs, _, want = failed
-    return mutants._largest_lse(want) > 50, inputs.q.shape[2] == 1, inputs.q.numel()
+    return mutants._largest_lse(one.want) > 50, one.inputs.q.shape[2] == 1, one.inputs.q.numel()
 
 
 def as_on_a_gpu(job):

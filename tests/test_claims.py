@@ -1,0 +1,299 @@
+"""What pages say of speeds, counts and records is what today's rows, counters and records give.
+
+`says(page, words, *numbers)` finds the words on the page, in which # stands for a number, and compares the numbers.
+"""
+
+import functools
+import itertools
+import math
+import re
+import statistics
+
+import pytest
+
+from steps.course.bench import ablations, ring, rows
+from steps.course.bench.cost import Point
+from steps.course.demo import training
+from steps.course.figures import measured, n02b_tensor_cores, n02x_deeper, n03b_triton_features, ring_tables
+from steps.course.workbook import show
+from steps.step02_fa2_cuda import emulator
+
+RESULTS, DEMO = "steps/course/bench/results/README.md", "steps/course/demo/README.md"
+FA3 = "papers/flash_attention_3.md"
+NUMBER = r"(?<![\d.,])(\d+(?:,\d{3})*(?:\.\d+)?)"
+
+
+def says(page, words, *numbers):
+    """Whether the page has these words once, with these numbers, rounded to as many decimals as it writes.
+
+    page: a .md file, or the beginning of a notebook's name.
+    """
+    (file,) = [rows.ROOT / page] if page.endswith(".md") else (rows.ROOT / "notebooks/src").glob(f"{page}_*.py")
+    text = " ".join(re.sub(r"^# ?", "", file.read_text(), flags=re.M).split())
+    found = list(re.finditer(re.escape(words).replace(r"\#", NUMBER), text))
+    assert len(found) == 1, f"{page} says {len(found)} times: {words}"
+    said = found[0].groups()
+    decimals = [len(number.partition(".")[2]) for number in said]
+    assert [*said] == [f"{x:,.{n}f}" for x, n in zip(numbers, decimals, strict=True)], f"{page}: {words}"
+    return True
+
+
+def span(values):
+    """The least and the largest."""
+    if not (values := list(values)):
+        pytest.skip("it has changed since it was measured")
+    return min(values), max(values)
+
+
+# --- shares of another kernel's or a peer's speed, in one run ---------------------------------------------------------
+
+FWD, BWD, BOTH = "fwd_8_hopper", "bwd_3_hopper", "fwd_8_hopper bwd_3_hopper"
+SHARES = [  # page, words, and of each pair of numbers: the kernels, whom they are compared with, N from, N to, sizes
+    (FA3, "D = 64: ours has # to # of its speed.", (FWD, "fa3", 0, 2**14, {"D": 64})),
+    (FA3, "D = 128, full: # to #.", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False})),
+    (FA3, "D = 128, causal: # to #, from", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": True})),
+    ("02d", "`hopper` without turns has # to # of its speed, and without OVERLAP # to #.",
+     (f"{FWD}:PINGPONG=0", FWD, 4096, 4096, {"D": 128}), (f"{FWD}:OVERLAP=0", FWD, 4096, 4096, {"D": 128})),
+    ("02d", "N = 1024 on, where `hopper` has # to # of its speed. Without a mask `hopper` has # to # of it, and at "
+     "D = 64 # to #.", (FWD, "fa3", 1024, 2**14, {"D": 128, "causal": True}),
+     (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False}), (FWD, "fa3", 0, 2**14, {"D": 64})),
+    ("02e", "they take turns, at # to # of the speed.", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
+    (RESULTS, "leaves the backward of stage 02 # to # of its speed", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
+    ("02e", "both have # to # of its speed (in a second of calls without a pause, at N = 16384, # to #)",
+     (BOTH, "fa4", 4096, 2**14, {}), (BOTH, "fa4", 2**14, 2**14, {"timing": "sustained"})),
+    ("02e", "our backward has # to # of its speed", (BWD, "fa4", 0, 4095, {})),
+    ("03a", "at D = 128 `gluon` has # to # of cuDNN's speed and # to # of FlashAttention-4's;",
+     ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {"D": 128}), ("fwd_3_gluon", "fa4", 4096, 2**14, {"D": 128})),
+    ("03a", "at D = 64 it has # to # and # to #.",
+     ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {"D": 64}), ("fwd_3_gluon", "fa4", 4096, 2**14, {"D": 64})),
+    ("03a", "Backward: `gluon` has # to # and # to #.",
+     ("bwd_2_gluon", "sdpa-cudnn", 4096, 2**14, {}), ("bwd_2_gluon", "fa4", 4096, 2**14, {})),
+]  # fmt: skip
+
+
+@functools.cache
+def of_gpu(gpu, **which):
+    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == gpu.name]
+    return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128) and not row["options"]]
+
+
+def shares(kernels, other, least, most, at):
+    gpu = measured.H100 if "gluon" in kernels else measured.H200
+    found = of_gpu(gpu, timing=at.get("timing", "interleaved"), switched=other in (FWD, BWD))
+    beside = measured.beside(found, kernels.split(), other)
+    return span(share for row, share in beside if least <= row["N"] <= most and at.items() <= row.items())
+
+
+@pytest.mark.parametrize("page, words, pairs", [(page, words, pairs) for page, words, *pairs in SHARES])
+def test_shares_of_others(page, words, pairs):
+    says(page, words, *itertools.chain(*(shares(*pair) for pair in pairs)))
+
+
+def test_shares_of_which_one_is_told():
+    says(FA3, "from N = 1024 on at most #.", shares(FWD, "fa3", 1024, 2**14, {"D": 128, "causal": True})[1])
+    says("02e", "our forward leads by up to # %", 100 * shares(FWD, "fa4", 0, 4095, {})[1] - 100)
+    says("02e", "In one forward at N = 512 we have # of cuDNN's speed.", shares(FWD, "sdpa-cudnn", 0, 512, {})[0])
+    without = [shares(f"{FWD}:PERSISTENT=0", FWD, N, N, {}) for N in (512, 2**14)]
+    slower = [100 / share - 100 for least, most in without for share in (most, least)]
+    says("02x", "the kernel is slower by # to # % at N = 512, and by # to # % at N = 16384.", *slower)
+
+
+# --- counts and records of stage 02 -----------------------------------------------------------------------------------
+
+
+def test_what_each_rung_brought():
+    kernels = "fwd_4_cp_async", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper"
+    copies, *factors = (row["tflops"] / before["tflops"] for row, before, _ in map(measured.rung_row, kernels))
+    says("02b", "It became # times as fast", copies)
+    says("02d", "a factor of # times #, against #.", *factors)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_what_a_wavefront_feeds():
+    feeds = {rung: n02b_tensor_cores.per_wavefront(rung) for rung in n02b_tensor_cores.RUNGS}
+    ceilings = {rung: n02b_tensor_cores.WAVEFRONTS * flop for rung, flop in feeds.items()}
+    steps = {b: feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)}
+    says("02b", "one feeds # FLOP.", feeds["scalar"])
+    says("02b", "**ceiling**, # TFLOP/s", ceilings["scalar"])
+    says("02b", "Three times as many, #.", feeds["warp"])
+    says("02b", "feeds # FLOP, only # times", feeds["mma"], steps["mma"])
+    says("02b", "from # to # TFLOP/s, # times.", ceilings["mma"], ceilings["ldmatrix"], steps["ldmatrix"])
+    assert feeds["cp_async"] == feeds["ldmatrix"] and says("02b", "Its wavefronts are exactly rung 3's.")
+    says("02b", "A wavefront feeds # times as many FLOP.", steps["fa2"])
+    says("02b", "The ceiling, # TFLOP/s", ceilings["fa2"])
+    in_order = sorted(steps, key=steps.get, reverse=True)
+    says("02b", "By the counts: " + ", ".join(f"`{rung}` #" for rung in in_order), *map(steps.get, in_order))
+    speeds = {b: n02b_tensor_cores.gain(a, b) for a, b in itertools.pairwise(feeds)}
+    if not any(map(math.isnan, speeds.values())):
+        assert min(speeds, key=speeds.get) == "fa2" and says("02b", "Measured, `fa2` comes last.")
+    scalar = n02b_tensor_cores.speed("scalar", 64)
+    if not math.isnan(scalar):
+        assert scalar > ceilings["scalar"] and says("02b", "measured at #, *above* its ceiling", scalar)
+
+
+def test_parts_of_two_kernels():
+    took = {(one["without"], one["D"]): one["ms_median"] for one in ablations.read("left_out")["times"]}
+    says("02e", "At D = 128 the additions to dq, # %", 100 - 100 * took["additions to dq", 128] / took[None, 128])
+    left = Point(4, 16, 4096, 128).flops("bwd") / took["all four", 128] / 1e9
+    products = [row["tflops"] for row in rows.read() if row["peer"] == "matmul" and "H200" in row["gpu"]]
+    assert round(10 * left / statistics.median(products)) == 9
+    assert says("02e", "has nine tenths of the speed of a matrix product")
+    exact = {changed: found for changed, found, _ in n02x_deeper.recorded()}
+    spent = [round(exact[one], -1) for one in ("OVERLAP = 1, PINGPONG = 1", "without exp", "without softmax")] + [2050]
+    words = "Of the # clocks beyond the products # vanish with the exponentials and # with the rest of the softmax. "
+    says("02x", words + "The last # are", spent[0] - 2050, *(a - b for a, b in itertools.pairwise(spent)))
+    gained = exact["OVERLAP = 0, PINGPONG = 1"] / exact["OVERLAP = 1, PINGPONG = 1"]
+    says("02x", "OVERLAP gains # %.", 100 * gained - 100)
+
+
+def test_small_calls():
+    found = [one for one in rows.fresh(rows.read()) if one["options"].get("feature") == "small call"]
+    found = [one for one in found if one["N"] == 256]
+    found = [one for one in found if one["run"] == max(one["run"] for one in found)]
+    assert all(one["host_us"] > 1e3 * one["ms_median"] for one in found)
+    alone = {rows.label(one): one["host_us"] for one in found if one["pass"] == "fwd"}
+    assert all(round(2 * alone["02 fwd_8_hopper"] / alone[peer]) == 1 for peer in ("sdpa-flash", "sdpa-cudnn"))
+    assert says(RESULTS, "A forward of stage 02 takes the CPU half as long as one of torch's own.")
+    both = {("graph" in one["options"], rows.label(one)): one for one in found if one["pass"] == "fwd+bwd"}
+    eager, graphs = ({who: one for (graph, who), one in both.items() if graph == how} for how in (False, True))
+    captured, fastest = [one["host_us"] for one in graphs.values()], min(eager.values(), key=lambda one: one["host_us"])
+    assert fastest["peer"] == "sdpa-cudnn" and max(captured) < min(fastest["host_us"], 1.1 * min(captured))
+    assert says(RESULTS, "the same time whichever kernels are inside, and less than cuDNN's without graphs.")
+    longer = [1e3 * (graphs[who]["ms_median"] - eager[who]["ms_median"]) for who in {*eager, *graphs}]
+    says(RESULTS, "The GPU takes # to # µs longer", *span(longer))
+
+
+def test_training():
+    made = rows.read_record("training")
+    steps, losses = made["size"]["steps"], made["losses"]
+    far = [training.apart(losses[dtype]) for dtype in ("float32", "bfloat16")]
+    most = [max(x for name, x in one.items() if "SDPA" not in name) for one in far]
+    says(DEMO, "# steps of # bytes, once", steps, made["size"]["batch"] * made["size"]["N"])
+    says(DEMO, "further than # nats from SDPA's, in bfloat16 no further than #.", *most)
+    says(DEMO, "as far, by # and #.", *(one[training.MATH] for one in far))
+    for one in losses["float32"].values():
+        says(DEMO, "all losses in float32 are #.", one[-1])
+    for of_dtype in losses.values():
+        assert max(training.apart({name: one[:20] for name, one in of_dtype.items()}).values()) < 1e-4
+    speeds = [round(made["speed"]["tokens"][name], -3) for name in (training.SDPA, "02", "03", training.MATH)]
+    says(DEMO, "# bytes a second with SDPA, # with stage 02 and # with stage 03; with SDPA's plain formula #.", *speeds)
+    assert says(DEMO, f"of one run on an {made['gpu']}.")
+
+
+# --- the ring ---------------------------------------------------------------------------------------------------------
+
+
+def of_ring(table, n_gpus=4):
+    """{(pass, Hk, who, N): [the number, those in its brackets]} of a table of H200."""
+    head, *lines = ring_tables.TABLES[table](ring_tables.recorded("H200", n_gpus))
+    if not lines:
+        pytest.skip("the ring has changed since it was measured")
+    words = {(*line[1:4], N): word for line in lines for N, word in zip(head[4:], line[4:], strict=True) if word != "–"}
+    return {key: [float(number) for number in re.findall(r"[\d.]+", word)] for key, word in words.items()}
+
+
+def test_the_ring_s_efficiency():
+    of_two, of_four = ({key: x[1] for key, x in of_ring("speed", n).items() if len(x) > 1} for n in (2, 4))
+    long = {key: share for key, share in of_four.items() if key[-1] != "8k"}
+    fetch = span(share for key, share in long.items() if key[2] == "fetch")
+    torchs = span(share for key, share in long.items() if key[2].startswith("torch"))
+    told = "four GPUs have an efficiency of # to # from 32k on, where `context_parallel` has # to #."
+    assert fetch[0] > 0.85 and says("04b", told, *fetch, *torchs) and says("04b", "keep about nine tenths of the")
+    both = span(share for key, share in long.items() if key[::2] == ("fwd+bwd", "fetch"))
+    says("04x", "the ring over fetch has # to # of four GPUs", *both)
+    ours, *torchs = ([speed["fwd+bwd", "32", who, "128k"] for speed in (of_two, of_four)]
+                     for who in ("fetch", "torch, allgather", "torch, alltoall"))  # fmt: skip
+    told = "two and four H200 # and # of hopper's speed (128k tokens, causal, forward + backward), torch's own # and #"
+    says("README.md", told, *ours, *map(max, *torchs))
+
+
+def test_the_price_of_a_fixed_order():
+    number = {"fetch, any order": 1, "fetch": 2}  # beside one GPU that adds in the same order
+    two, four = (span(x[number[key[2]]] for key, x in of_ring("orders", n).items() if key[2] in number) for n in (2, 4))
+    says("04b", "it has # to # on four, and # to # on two", *four, *two)
+    says("04x", "They are between # and # on two GPUs, and between # and # on four.", *two, *four)
+    ms = {key[2:]: x[0] for key, x in of_ring("orders").items() if key[:2] == ("fwd+bwd", "32")}
+    pairs = ("fetch", "fetch, any order"), ("one GPU, in order", "one GPU")
+    (a, b), (c, d) = ((ms[one, "128k"], ms[other, "128k"]) for one, other in pairs)
+    told = "the call of four GPUs # % longer (# ms for #), and that of one GPU # % (# for #)"
+    says("04x", told, 100 * a / b - 100, a, b, 100 * c / d - 100, c, d)
+    fixed, free = ms["fetch", "32k"], ms["fetch, any order", "32k"]
+    says(RESULTS, "forward + backward takes # ms in a fixed order and # in any", fixed, free)
+    raced = of_ring("speed")["fwd+bwd", "32", "fetch", "32k"][0]
+    says("04x", "the same ring over fetch took # ms instead of #.", fixed, raced)
+
+
+def test_graphs_and_a_million_tokens():
+    speed, graphs = of_ring("speed"), {key[:3]: x[0] for key, x in of_ring("graphs").items()}
+    sizes = list(itertools.product(("fwd", "fwd+bwd"), ("32", "8")))
+    ratios = [graphs[*size, "fetch, in a graph"] / graphs[*size, "fetch"] for size in sizes]
+    says("04x", "the forward took # and # of the time, and forward + backward # and #.", *ratios)
+    assert 0.3 < ratios[2] < 0.36 and says(RESULTS, "backward over fetch takes a third of the time.")
+    shares = [speed[*size, "one GPU", "8k"][0] / 4 / graphs[*size, "fetch, in a graph"] for size in sizes[2:]]
+    shares += [speed[*size, "fetch", "8k"][1] for size in sizes[2:]]
+    says("04x", "the efficiency of forward + backward is # and # instead of # and #.", *shares)
+    million = [row for row in ring_tables.recorded("H200") if row["N"] == 2**20 and row["kernel"] == ring.FETCH]
+    found = {(row["pass"], row["n_gpus"]): row for row in million}
+    seconds = [found[p, n]["ms_median"] / 1e3 for p in ("fwd", "fwd+bwd") for n in (2, 4)]
+    told = "# and # seconds forward, # and # forward + backward. Each of the four did # and # TFLOP/s."
+    says("04x", told, *seconds, *(found[p, 4]["tflops"] for p in ("fwd", "fwd+bwd")))
+
+
+def test_which_strategy_is_the_fastest():
+    times = {}
+    for n in (2, 4):
+        for (pass_, Hk, who, N), (ms, *_) in of_ring("strategies", n).items():
+            times.setdefault((n, pass_, Hk, N), {})[who] = ms
+    assert {(n, N) for n, *_, N in times} == set(itertools.product((2, 4), ("8k", "32k", "128k")))
+    (exception,) = (at for at, ms in times.items() if at[::3] != (4, "8k") and min(ms, key=ms.get) != "ring, fetch")
+    ulysses, fetch = (times[exception][who] for who in ("ulysses", "ring, fetch"))
+    assert exception == (4, "fwd+bwd", "8", "128k") and ulysses == min(times[exception].values())
+    says("04x", "for forward + backward with Hk = 8: there Ulysses takes # ms and the ring #", ulysses, fetch)
+    told = "at 32k and 128k the fastest of the five on two and four H200, or within 2 % of it"
+    assert fetch < 1.02 * ulysses and says("04b", told)
+
+
+def test_how_much_of_the_moving_is_hidden():
+    calls = {call["kernel"]: call for call in rows.read_record("trace")["calls"] if call["pass"] == "fwd"}
+    hidden = [100 * calls[f"ring+{name}"]["hidden"] for name in ("relay", "fetch")]
+    assert says("04b", "on average of six, # % of relay's moving was hidden and # % of fetch's", *hidden)
+    assert ring.PROFILED == 6
+
+
+# --- stage 03 ---------------------------------------------------------------------------------------------------------
+
+
+def test_products_of_the_backward():
+    counted = [show("bwd_0_fused", name).count("tl.dot(") for name in ("visit_queries", "visit_keys")]
+    says("03a", "S, dP, dV, dK: # |", counted[0])
+    says("03a", "S, dP, dQ: # |", counted[1])
+    assert sum(counted) == 7 and says("03a", "seven products instead of five, and no atomics")
+
+
+def test_features():
+    tiles = range(1, 256 + 1)  # of 64 queries; a window of an eighth is 32 tiles and a part of one
+    says("03b", "a factor of #.", sum(tiles) / sum(min(n, 32 + 1) for n in tiles))
+    times = {at: n03b_triton_features.milliseconds(*at) for at in itertools.product((64, 128), ("fwd", "bwd"))}
+    if not all(("window", "ours") in ms for ms in times.values()):
+        pytest.skip("the features have changed since they were measured")
+    window = {at: ms["causal", "ours"] / ms["window", "ours"] for at, ms in times.items()}
+    for D in (64, 128):
+        says("03b", "The backward was measured as #, since", window[D, "bwd"])
+    says("03b", "The forward has # at head_dim 64 and # at 128", window[64, "fwd"], window[128, "fwd"])
+    ahead = {(feature, *at): ms[feature, "fa4"] / ms[feature, "ours"] for at, ms in times.items()
+             for feature, who in ms if who == "fa4"}  # fmt: skip
+    won = {which for which, times in ahead.items() if times >= 1}
+    assert {which for which in won if "soft-cap" not in which[0]} == {("packed", 128, "fwd")}
+    assert says("03b", "without a soft-cap, except in the forward of packed sequences at head_dim 128.")
+    assert {which for which in ahead if "soft-cap" in which[0]} - won == {("soft-cap + window", 128, "bwd")}
+    also = 100 / ahead["soft-cap + window", 128, "bwd"] - 100
+    says("03b", "There it is also faster by # % in the backward with a soft-cap and a window.", also)
+    spent = [times[128, "fwd"][feature, "ours"] for feature in ("dropout", "additive mask", "soft-cap", "ALiBi")]
+    assert spent == sorted(spent, reverse=True)
+
+
+def test_decoding(capsys):
+    n03b_triton_features.decoding()
+    ours, cudnn = ([*map(float, line.split()[1:])] for line in capsys.readouterr().out.splitlines()[1:3])
+    assert all(abs(a / b - 1) < 0.0125 for a, b in zip(ours, cudnn, strict=True))
+    assert says("03b", "as fast as cuDNN's, within 1 %")
