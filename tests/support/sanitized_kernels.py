@@ -22,9 +22,9 @@ import torch
 
 from reference import error
 from steps import engine
-from steps.step02_fa2_cuda import calls, ladder, plan, works
+from steps.step02_fa2_cuda import calls, ladder, launches, plan
 
-STAGE = works.HERE
+STAGE = launches.HERE
 EVERY_ROW = "__syncthreads();  // every thread reads rows that other threads have loaded"
 V_IS_THERE = "__syncthreads();  // V_j is there, and no thread still reads K_j"
 # In rungs 6 to 8 only the copy engine and wgmma access tiles in shared memory. racecheck attributes the copy engine's
@@ -67,7 +67,7 @@ def planted_race(kernel):
             shutil.copy(path, folder)
         file = Path(folder) / f"{kernel}.cu"
         file.write_text(with_a_race(file.read_text(), kernel))
-        with mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True):
+        with mock.patch.object(launches, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True):
             yield
 
 
@@ -82,7 +82,7 @@ def results(row, q, k, v, dout, causal, deterministic):
 
     Persistent blocks have several tiles; those of a backward are persistent if there is a mask and no fixed order.
     """
-    two = mock.patch.object(works, "processors", lambda device: 2)
+    two = mock.patch.object(launches, "processors", lambda device: 2)
     with two, mock.patch.object(ladder, "persistent_pays", lambda problem: problem.causal):
         out, lse = calls.forward(q, k, v, rung=row.word, causal=causal)
         if row in ladder.ROWS:
@@ -134,9 +134,10 @@ def tma_store():
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "store.cu"
         file.write_text(TMA_STORE)
-        arguments = works.Box("stored", 16), "ones"
-        work = works.Work(file, "store", arguments, grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
-        plan.launch_all([work], {"stored": stored, "ones": ones})
+        arguments = launches.Box("stored", 16), "ones"
+        how = dict(grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
+        spec = launches.LaunchSpec(file, "store", arguments, **how)
+        plan.launch_all([spec], {"stored": stored, "ones": ones})
     return int(torch.equal(stored.cpu(), ones.cpu()))
 
 
