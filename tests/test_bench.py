@@ -288,8 +288,8 @@ def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has
     """That hashes are of the right files, code and launches, the pages show: a committed row would be stale."""
     text = '#include "a.cuh"\nint f(int x) { /* why\n * or how */ return x; }'
     assert rows.cuda_code(text) == ["intf(intx){returnx;}"]
-    ((*_, macros),) = rows.launches(of_02("fwd_8_hopper:PERSISTENT=0"))["fwd_8_hopper"]
-    small, large = (rows.launches(of_02("bwd_1_fa2", D=128, gpu=gpu)) for gpu in ("Tesla T4", "not listed"))
+    ((*_, macros),) = rows.launched_by(of_02("fwd_8_hopper:PERSISTENT=0"))["fwd_8_hopper"]
+    small, large = (rows.launched_by(of_02("bwd_1_fa2", D=128, gpu=gpu)) for gpu in ("Tesla T4", "not listed"))
     assert macros["PERSISTENT"] == 0 and small != large
     as_it_is = of_02(source=rows.row_hash(of_02()))
     assert rows.fresh([peer_row(), of_02(), as_it_is]) == [peer_row(), as_it_is]
@@ -297,7 +297,7 @@ def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has
         assert rows.row_hash(gone) is None and rows.is_stale(gone)
     ordered, full = of_02("fwd_8_hopper", causal=True), of_02("fwd_8_hopper")
     before = [rows.row_hash(one) for one in (ordered, full)]
-    monkeypatch.setattr(rows.works, "order_of_tiles", lambda _: (1, False))
+    monkeypatch.setattr(rows.launches, "order_of_tiles", lambda _: (1, False))
     after = [rows.row_hash(one) for one in (ordered, full)]
     assert before[0] != after[0] and before[1] == after[1], "a mask makes the order of the tiles count"
     text = 'from .tiles import get\n@jit\ndef f(x):\n    """Why."""\n    return x\n\n\nSIZE = 4  # how many\n'
@@ -516,7 +516,7 @@ def test_a_turned_switch_is_another_kernel_and_large_scores_alone_need_the_separ
     same, *turned, fused = grid.switched(whole, ("fwd",))
     _, ordered = grid.switched(grid.candidate("02", "hopper"), ("bwd",))
     assert same.fwd_kernel == kernel and len(turned) >= 3 and fused.fwd_kernel == f"{kernel}:LARGE_SCORES=0"
-    launched = [launch[-1] for launch in rows.launches(of_02(ordered.bwd_kernel))["bwd_3_hopper"]]
+    launched = [launch[-1] for launch in rows.launched_by(of_02(ordered.bwd_kernel))["bwd_3_hopper"]]
     assert ordered.backward.keywords["deterministic"] and {macros["DETERMINISTIC"] for macros in launched} == {1}
     hashes = [rows.row_hash(of_02(one.fwd_kernel)) for one in (same, *turned, fused)]
     assert None not in hashes and hashes[0] not in hashes[1:]

@@ -211,7 +211,7 @@ def test_the_price_of_a_fixed_order():
     number = {"fetch, any order": 1, "fetch": 2}  # beside one GPU that adds in the same order
     two, four = (span(x[number[key[2]]] for key, x in of_ring("orders", n).items() if key[2] in number) for n in (2, 4))
     says("04b", "it has # to # on four, and # to # on two", *four, *two)
-    says("04x", "They are between # and # on two GPUs, and between # and # on four.", *two, *four)
+    says("04x", "These are between # and # on two GPUs, and between # and # on four.", *two, *four)
     ms = {key[2:]: x[0] for key, x in of_ring("orders").items() if key[:2] == ("fwd+bwd", "32")}
     pairs = ("fetch", "fetch, any order"), ("one GPU, in order", "one GPU")
     (a, b), (c, d) = ((ms[one, "128k"], ms[other, "128k"]) for one, other in pairs)

@@ -30,7 +30,7 @@ SETS = {  # The stage, and the files to copy: that of the forward, that of the b
 }
 DECODE = f"features/decode features/scores {REPLAY}"
 # What every rung of stage 02 needs beside its own .cu files.
-HOST = "ladder calls plan works dealing nvrtc cache wgmma".split()
+HOST = "ladder calls plan launches tile_scheduler nvrtc cache wgmma".split()
 HOST = [f"step02_fa2_cuda/{file}.py" for file in (*HOST, "../cached")]
 HOST += ["step02_fa2_cuda/ptx.cuh", "step02_fa2_cuda/emulator"]  # the last where there is no GPU
 # A Python that runs one copy after another, because importing torch for each would take longer than all of them. A line

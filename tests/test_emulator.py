@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steps.cached import Cache
-from steps.step02_fa2_cuda import calls, emulator, ladder, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, launches
 from support.schedules import WRONG, problems
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -358,7 +358,7 @@ def test_schedules(run):
 
 def test_a_loop_beyond_the_end_of_a_thread_s_array_is_refused(tmp_path):
     """It would write into the row after, whose numbers are set later: right here, and perhaps not on a GPU."""
-    text = (works.HERE / "fwd_3_ldmatrix.cu").read_text()
+    text = (launches.HERE / "fwd_3_ldmatrix.cu").read_text()
     loop = "for (int i = 0; i < 4; i++) S[n][i] = first_key"
     assert text.count(loop) == 1
     (tmp_path / "longer.cu").write_text(text.replace(loop, loop.replace("<", "<=")))
@@ -417,10 +417,10 @@ PLANTED = {
         ("a tile is read before it is there", "barrier_wait(full + stage(), parity());", "", "more arrivals"),
         ("a stage is released before all lanes saw it",
          "    wait();\n    __syncwarp();", "    wait();", STUCK),
-        ("nobody has the first turn",
-         "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
-        ("the last turn is not taken",
-         "if (w == 0) turn.wait();", "", "128 of 256 threads have come to the named barrier"),
+        ("nobody may begin",
+         "if (w == WARPGROUPS - 1) ping_pong.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
+        ("nobody waits for the last pass",
+         "if (w == 0) ping_pong.wait();", "", "128 of 256 threads have come to the named barrier"),
         ("no wait for V", "start_output(O, P, V.get(V_SLAB));",
          "start_output(O, P, descriptor(V.tiles, V_SLAB, 1024));", "more arrivals"),
         ("no wait for O", "wgmma_wait<0>();\n      V.release();", "V.release();", "was written while a wgmma"),
@@ -439,13 +439,13 @@ PLANTED = {
          "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
         ("nobody waits for a turn, in order", "load_acquire(added + dq_tile) != blocks", "false", "has not waited for"),
         ("a turn is passed on while others add, in order",
-         "turns.pass_on(dq_tile);\n      wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there\n",
-         "wgmma_wait<DETERMINISTIC ? 2 : 1>();\n      turns.had = dq_tile;\n      turns.pass_on(-1);\n",
+         "semaphore.release(dq_tile);\n      wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there\n",
+         "wgmma_wait<DETERMINISTIC ? 2 : 1>();\n      semaphore.held = dq_tile;\n      semaphore.release(-1);\n",
          "others have added since|after the turn was passed on"),
-        ("the turn of this step is passed on, in order", "add_release(added + had, 1)",
+        ("the turn of this step is passed on, in order", "add_release(added + held, 1)",
          "add_release(added + dq_tile, 1)", "after the turn was passed on"),
-        ("a turn is not passed on, in order", "if (had >= 0) add_release(added + had, 1);", "", "polls for ever"),
-        ("the last turn is not passed on, ascending in order", "turns.pass_on(-1);", "", "polls for ever"),
+        ("a turn is not passed on, in order", "if (held >= 0) add_release(added + held, 1);", "", "polls for ever"),
+        ("the last turn is not passed on, ascending in order", "semaphore.release(-1);", "", "polls for ever"),
         ("the tile on the diagonal does not count, ascending in order",
          "(j.i + 1) * Br - 1 + Nk - Nq", "j.i * Br - 1 + Nk - Nq", "polls for ever"),
         ("the first keys first, ascending in order",
@@ -472,10 +472,10 @@ BUGS = [
 
 @pytest.mark.parametrize("kernel, before, after, caught, options", BUGS)
 def test_planted_bugs(kernel, before, after, caught, options, tmp_path, monkeypatch, request):
-    text = (works.HERE / f"{kernel}.cu").read_text()
+    text = (launches.HERE / f"{kernel}.cu").read_text()
     assert text.count(before) == 1, f"{kernel}.cu has changed: plant the bug in its new text"
     (tmp_path / f"{kernel}.cu").write_text(text.replace(before, after))
-    monkeypatch.setattr(works, "HERE", tmp_path)
+    monkeypatch.setattr(launches, "HERE", tmp_path)
     monkeypatch.setattr(ladder.Problem, "heads_apart", "ascending" in request.node.name)  # a block has one head then
     monkeypatch.setattr(ladder, "persistent_pays", lambda _: "persistent" in request.node.name)
     monkeypatch.setattr(calls, "plans", Cache())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps.step02_fa2_cuda import ladder, nvrtc, works
+from steps.step02_fa2_cuda import ladder, launches, nvrtc
 
 
 def build(file, arch, D, dtype=None, *, tile=None, **options):
@@ -45,7 +45,7 @@ BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GP
 
 
 def compile(file, arch, macros):
-    path = file if isinstance(file, Path) else works.HERE / f"{file}.cu"
+    path = file if isinstance(file, Path) else launches.HERE / f"{file}.cu"
     return nvrtc.compile(path, dict(macros), arch)
 
 
@@ -60,7 +60,7 @@ def compiled(request):
 
 
 def test_every_kernel_is_compiled():
-    assert {file for file, *_ in BUILDS} == {file.stem for file in works.HERE.glob("?wd_*.cu")}
+    assert {file for file, *_ in BUILDS} == {file.stem for file in launches.HERE.glob("?wd_*.cu")}
 
 
 @pytest.mark.compile
@@ -91,7 +91,7 @@ def test_a_kernel_that_spills_is_refused():
 )
 def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    text = (works.HERE / "fwd_7_roles.cu").read_text()
+    text = (launches.HERE / "fwd_7_roles.cu").read_text()
     assert text.count(before) == 1
     (tmp_path / "slow.cu").write_text(text.replace(before, after))
     with pytest.raises(RuntimeError, match=problem):
@@ -102,7 +102,7 @@ def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
 @pytest.mark.compile
 def test_an_error_in_a_kernel_names_its_line(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    file, text = tmp_path / "fwd_0_scalar.cu", (works.HERE / "fwd_0_scalar.cu").read_text()
+    file, text = tmp_path / "fwd_0_scalar.cu", (launches.HERE / "fwd_0_scalar.cu").read_text()
     file.write_text(text.replace("float m_new = fmaxf(", "float m_new = no_such_function("))
     line = 1 + next(n for n, row in enumerate(text.split("\n")) if "m_new = fmaxf(" in row)
     with pytest.raises(Exception, match=rf"fwd_0_scalar.cu\({line}\).*no_such_function"):

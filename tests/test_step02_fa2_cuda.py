@@ -21,7 +21,7 @@ from steps import checks, engine
 from steps.cached import Cache
 from steps.course.bench.rows import geometry
 from steps.course.workbook import one_rung
-from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, plan, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, launches, plan, tile_scheduler
 from support import schedules
 from support.contract_suite import Contract
 from support.operands import scores_whose_roundings_add_up
@@ -69,7 +69,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
 @emulated
 @pytest.mark.parametrize("kernel", schedules.CALLS)
 def test_every_kernel_in_several_schedules(kernel):
-    assert {file.stem for file in works.HERE.glob("*.cu")} == set(schedules.CALLS)
+    assert {file.stem for file in launches.HERE.glob("*.cu")} == set(schedules.CALLS)
     assert schedules.problems(kernel) == ""
 
 
@@ -79,7 +79,7 @@ def test_every_kernel_in_several_schedules(kernel):
 ])  # fmt: skip
 def test_rung_hoppers_backward_in_several_schedules(short, persistent, blocks, monkeypatch):
     """For a long head it has two buffers for tiles of queries, for a short one three, and perhaps persistent blocks."""
-    monkeypatch.setattr(works, "processors", lambda _: blocks)
+    monkeypatch.setattr(launches, "processors", lambda _: blocks)
     monkeypatch.setattr(ladder, "SHORT_HEAD", short)
     monkeypatch.setattr(ladder, "persistent_pays", lambda _: persistent)
     monkeypatch.setattr(calls, "plans", Cache())
@@ -95,7 +95,7 @@ def test_dq_in_a_fixed_order_in_several_schedules(kernel, apart, monkeypatch):
     assert schedules.problems(kernel, deterministic=True) == ""
 
 
-@pytest.mark.parametrize("file", sorted(works.HERE.glob("*.cu")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(launches.HERE.glob("*.cu")), ids=lambda file: file.stem)
 def test_rows_of_all_heads_are_counted_in_64_bits(file, own_text):
     """B H Nq may exceed 2^31, for which only a large GPU has the memory. So the text of the products is read."""
     code = re.sub("//.*", "", own_text(file))
@@ -106,7 +106,7 @@ def test_rows_of_all_heads_are_counted_in_64_bits(file, own_text):
         assert not re.search(r"\bint \w+ = ", before), line
 
 
-@pytest.mark.parametrize("file", sorted(works.HERE.glob("*.cu")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(launches.HERE.glob("*.cu")), ids=lambda file: file.stem)
 def test_strides_have_64_bits(file, own_text):
     """A row times its stride may exceed 2^31."""
     declared = re.findall(r"(\w+) (stride|(?:dout|out|q|k|v)_(?:batch|head|row))[,;)]", own_text(file))
@@ -154,9 +154,11 @@ def bytes_of_a_block(rung, D, tile, own):
     for dtype in own["dtypes"]:
         backward = ladder.backward_row(rung, dtype, D)
         named = tile if backward.tile_of_forward else None
-        for one, make, tile_of_one in (row, works.forward_works, tile), (backward, works.backward_works, named):
-            launches = make(works.problem_of(one, q.to(dtype), q.to(dtype), tile=tile_of_one), strides)
-            most = max(most, *(work.shared_bytes for work in launches))
+        forward_problem = launches.problem_of(row, q.to(dtype), q.to(dtype), tile=tile)
+        backward_problem = launches.problem_of(backward, q.to(dtype), q.to(dtype), tile=named)
+        specs = launches.forward_launches(forward_problem, strides)
+        specs += launches.backward_launches(backward_problem, strides)
+        most = max(most, *(spec.shared_bytes for spec in specs))
     return most
 
 
@@ -360,7 +362,7 @@ def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, pr
 @pytest.mark.parametrize("rung, D", PAIRS)
 def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     """With one multiprocessor there is nothing to fill. In parts, too, and where dq is bit-equal from run to run."""
-    monkeypatch.setattr(works, "processors", lambda _: 132 if apart else 1)
+    monkeypatch.setattr(launches, "processors", lambda _: 132 if apart else 1)
     monkeypatch.setattr(calls, "plans", Cache())
     inputs = random_inputs(3, 4, 2, 70, 150, D, torch.bfloat16)
     wide = [torch.cat([x, x + 1], -1)[..., :D] for x in inputs]  # strides of their own
@@ -432,11 +434,11 @@ def test_a_maximum_that_grows_late_lets_no_P_overflow():
 @pytest.mark.parametrize("H, alternate", [(5, True), (5, False), (4, True)])
 def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path, monkeypatch):
     """Eight blocks share the 5 tiles of each head, in sections of two heads or one. lse tells the block."""
-    monkeypatch.setattr(works, "processors", lambda _: 8)
-    monkeypatch.setattr(works, "order_of_tiles", lambda _: (2, alternate))
+    monkeypatch.setattr(launches, "processors", lambda _: 8)
+    monkeypatch.setattr(launches, "order_of_tiles", lambda _: (2, alternate))
     monkeypatch.setattr(calls, "plans", Cache())
     row = ladder.FORWARD["hopper"]
-    text, stored = (works.HERE / row.file).read_text(), "m[r] * scale + logf(l[r])"
+    text, stored = (launches.HERE / row.file).read_text(), "m[r] * scale + logf(l[r])"
     assert text.count(stored) == 1
     (tmp_path / row.file).write_text(text.replace(stored, "blockIdx.x"))
     q, k, v, dout = random_inputs(1, H, 1, 640, 640, 32, torch.float16)
@@ -447,8 +449,8 @@ def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path
     blocks_of_keys = torch.arange(1, 6) + 1  # and one for a tile's beginning and end
     work = torch.stack([(tiles[:, :, 0] == b).sum(0) @ blocks_of_keys for b in range(8)])
     assert (tiles == tiles[:, :, :1]).all() and work.sum() == H * blocks_of_keys.sum()
-    problem = works.problem_of(row, q, k, causal=True, tile=(128, 128))
-    counted = dealing.of_blocks(dealing.forward_work(problem, 2, alternate), 8)
+    problem = launches.problem_of(row, q, k, causal=True, tile=(128, 128))
+    counted = tile_scheduler.of_blocks(tile_scheduler.forward_work(problem, 2, alternate), 8)
     assert counted.tolist() == work.tolist()
 
 
@@ -456,10 +458,10 @@ def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path
 @needs_hopper
 def test_the_next_key_and_query_tiles_of_rung_hopper_do_not_wait_for_values(tmp_path, monkeypatch):
     """The first tile of V is held back until the next K and the next tile's Q have come."""
-    monkeypatch.setattr(works, "processors", lambda _: 1)
+    monkeypatch.setattr(launches, "processors", lambda _: 1)
     monkeypatch.setattr(calls, "plans", Cache())
     row = ladder.FORWARD["hopper"]
-    text, load = (works.HERE / row.file).read_text(), "V.load(v_map, "
+    text, load = (launches.HERE / row.file).read_text(), "V.load(v_map, "
     assert text.count(load) == 1
     held = "(V.n ? void() : (barrier_wait(K.full + 1, 0), barrier_wait(Q.full + 1, 0))), "
     (tmp_path / row.file).write_text(text.replace(load, held + load))
@@ -475,9 +477,9 @@ def persistent(tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "plans", Cache())
 
     def edited(blocks, text, other):
-        monkeypatch.setattr(works, "processors", lambda _: blocks)
+        monkeypatch.setattr(launches, "processors", lambda _: blocks)
         row = ladder.BACKWARD["hopper"]
-        kernel = (works.HERE / row.file).read_text()
+        kernel = (launches.HERE / row.file).read_text()
         assert kernel.count(text) == 1
         (tmp_path / row.file).write_text(kernel.replace(text, other))
         monkeypatch.setitem(ladder.BACKWARD, "edited", replace(row, file=str(tmp_path / row.file)))
@@ -501,11 +503,11 @@ def test_persistent_blocks_of_a_backward_get_the_work_that_the_launch_has_counte
     dv = dv[0].cpu()
     tiles = dv[:, ::128, 0]  # (heads, tiles)
     assert (dv == tiles.repeat_interleave(128, 1)[:, :Nk, None]).all()
-    problem = works.problem_of(ladder.BACKWARD["hopper"], q, k, causal=causal)
+    problem = launches.problem_of(ladder.BACKWARD["hopper"], q, k, causal=causal)
     keys = (torch.arange(tiles.shape[1]) * 128 - (Nk - Nq)).clamp(min=0) * causal
     work = (-(-Nq // problem.Br) - keys // problem.Br) * (H // Hk) + 1
     got = torch.stack([((tiles == b) * work).sum() for b in range(8)])
-    assert got.tolist() == dealing.of_blocks(dealing.backward_work(problem), 8).tolist()
+    assert got.tolist() == tile_scheduler.of_blocks(tile_scheduler.backward_work(problem), 8).tolist()
 
 
 @needs_compiler
@@ -542,7 +544,7 @@ def test_the_backward_where_head_dim_is_no_power_of_two():
 def test_sections_of_rung_fa2_may_have_fewer_heads(fit, tmp_path):
     """Three heads in sections of two, which otherwise takes 100,000 keys, or of one, of which a part fits."""
     row = ladder.FORWARD["fa2"]
-    text, numbers = (works.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
+    text, numbers = (launches.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
     assert text.count(numbers) == 1
     (tmp_path / row.file).write_text(text.replace(numbers, str(fit)))
     q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
@@ -610,7 +612,7 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 def test_the_order_of_a_long_backward(Hk, small, deterministic, tmp_path, monkeypatch):
     """What takes many heads or many keys: six heads in sections of four, and each way through the queries."""
     row = ladder.BACKWARD["hopper"]
-    text = (works.HERE / row.file).read_text()
+    text = (launches.HERE / row.file).read_text()
     for usual, smaller in small.items():
         assert text.count(usual) == 1
         text = text.replace(usual, smaller)
@@ -754,7 +756,7 @@ assert qkv.grad.isfinite().all()
 @pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "roles", "hopper", "fa2") if rung in step02.RUNGS])
 def test_a_backward_is_the_first_work_of_autograds_thread(rung):
     code = FIRST_WORK_OF_AUTOGRADS_THREAD.format(rung=rung)
-    done = subprocess.run([sys.executable, "-c", code], cwd=works.HERE.parents[1], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=launches.HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -784,7 +786,7 @@ print("right" if right else "wrong")
 def test_a_signal_lets_no_second_thread_into_the_emulation():
     """The emulation keeps Python's lock while a kernel runs, except where it lets Python handle a signal."""
     command = [sys.executable, "-c", TWO_THREADS_AND_A_SIGNAL]
-    done = subprocess.run(command, cwd=works.HERE.parents[1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=launches.HERE.parents[1], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 

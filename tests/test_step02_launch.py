@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from steps import engine
 from steps.cached import Cache, key_of
 from steps.course.bench.rows import geometry
-from steps.step02_fa2_cuda import RUNGS, calls, dealing, emulator, ladder, nvrtc, plan, wgmma, works
+from steps.step02_fa2_cuda import RUNGS, calls, emulator, ladder, launches, nvrtc, plan, tile_scheduler, wgmma
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-python")
 on_cpu = pytest.mark.skipif(engine.name == "cuda", reason="there the driver itself is used")
@@ -54,10 +54,10 @@ def launched(monkeypatch):
         copies.append(weakref.ref(x))
         return x
 
-    def bind(works, tensors):
+    def bind(specs, tensors):
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "device", SimpleNamespace(type="cuda", index=0))
-            return launch_bind(works, tensors)
+            return launch_bind(specs, tensors)
 
     launch_bind = plan.bind
     monkeypatch.setattr(plan, "bind", bind)
@@ -68,7 +68,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(nvrtc.Launch, "__init__", noted_init)
     monkeypatch.setattr(nvrtc, "_load", lambda *arguments: 1)
     monkeypatch.setattr(nvrtc, "bind_context", lambda device: False)
-    monkeypatch.setattr(works, "copy_needed", watched(works.copy_needed))
+    monkeypatch.setattr(launches, "copy_needed", watched(launches.copy_needed))
     monkeypatch.setattr(calls, "plans", Cache())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
@@ -350,7 +350,7 @@ class Equal:
 @pytest.mark.parametrize("name", ["forward", "backward", "start_gradients", "add_gradients"])
 def test_a_kept_plan_skips_no_check_of_an_option(name, monkeypatch):
     """Of every option in the signature: what was refused at first must be refused when a plan is kept for its equal."""
-    monkeypatch.setattr(plan, "bind", lambda works, tensors: [])
+    monkeypatch.setattr(plan, "bind", lambda specs, tensors: [])
     monkeypatch.setattr(calls, "plans", Cache())
     q, k, v, dout = (x.to(engine.device) for x in inputs())
     lse = torch.zeros(1, 4, 40, device=q.device)
@@ -375,17 +375,17 @@ def test_a_kept_plan_skips_no_check_of_an_option(name, monkeypatch):
 
 @pytest.mark.parametrize("rung, dtype, tile", [("scalar", torch.float32, (8, 16)), ("fa2", torch.bfloat16, (64, 64))])
 def test_the_forward_s_tile_is_for_scalar_s_backward_alone(rung, dtype, tile, monkeypatch):
-    monkeypatch.setattr(plan, "bind", lambda works, tensors: [])
+    monkeypatch.setattr(plan, "bind", lambda specs, tensors: [])
     monkeypatch.setattr(calls, "plans", Cache())
     q, k, v, dout = (x.to(engine.device, dtype) for x in inputs())
     calls.backward(dout, q, k, v, q, torch.zeros(1, 4, 40, device=q.device), rung=rung, tile=tile)
     (kept,) = calls.plans.values()
-    own = ladder.BACKWARD[rung].tile(64, works.shared_memory(q.device))
+    own = ladder.BACKWARD[rung].tile(64, launches.shared_memory(q.device))
     assert (kept.problem.Br, kept.problem.Bc) == (tile if rung == "scalar" else own) and own != tile
 
 
 def test_the_parts_of_a_backward_refuse_other_queries(monkeypatch):
-    monkeypatch.setattr(plan, "bind", lambda works, tensors: [])
+    monkeypatch.setattr(plan, "bind", lambda specs, tensors: [])
     q, k, v, dout = (x.to(engine.device) for x in inputs())
     lse = torch.zeros(1, 4, 40, device=q.device)
     sums = calls.start_gradients(dout, q, lse)
@@ -399,7 +399,7 @@ def test_the_parts_of_a_backward_refuse_other_queries(monkeypatch):
 
 
 def test_parts_without_queries_or_keys_give_zeros(monkeypatch):
-    monkeypatch.setattr(plan, "bind", lambda works, tensors: [])
+    monkeypatch.setattr(plan, "bind", lambda specs, tensors: [])
     q, k, v, dout = (x.to(engine.device) for x in inputs())
     none = calls.start_gradients(dout[:, :, :0], q[:, :, :0], torch.zeros(1, 4, 0, device=q.device))
     dk, dv = calls.add_gradients(none, dout[:, :, :0], q[:, :, :0], k, v)
@@ -412,8 +412,8 @@ def test_a_plan_belongs_to_one_device():
     """Every key holds the device, by which two equal GPUs differ; here the CPU and one without memory."""
     row = ladder.BACKWARD["fa2"]
     q = torch.zeros(1, 1, 8, 64).bfloat16()
-    problems = [works.problem_of(row, x, x) for x in (q, q.to("meta"))]
-    assert problems[0] != problems[1] and problems[0] == works.problem_of(row, q.clone(), q)
+    problems = [launches.problem_of(row, x, x) for x in (q, q.to("meta"))]
+    assert problems[0] != problems[1] and problems[0] == launches.problem_of(row, q.clone(), q)
     assert q.device in key_of((q,), {})[0]
 
 
@@ -447,7 +447,7 @@ def test_no_keys_and_no_queries_give_nothing(rung):
 
 def test_every_kernel_file_has_one_row():
     rows = (*ladder.ROWS, *ladder.BACKWARD_ROWS)
-    assert sorted(row.file for row in rows) == sorted(path.name for path in works.HERE.glob("?wd_*.cu"))
+    assert sorted(row.file for row in rows) == sorted(path.name for path in launches.HERE.glob("?wd_*.cu"))
     for row in rows:
         assert row.file.endswith(f"_{row.word}.cu") and len({tuple(table) for table in row.tiles}) == 1
 
@@ -476,8 +476,8 @@ def test_a_tile_fits_into_the_shared_memory():
 @pytest.mark.parametrize("scale", [1e-30, 0.6, 0.8, 1e30])
 def test_the_maxima_of_rung_hopper_start_below_all_scores_and_at_a_finite_exponent(scale):
     q = torch.zeros(1, 1, 8, 64).bfloat16()
-    (work,) = works.forward_works(works.problem_of(ladder.FORWARD["hopper"], q, q, scale=scale), {})
-    lowest, scale_log2 = torch.tensor([work.arguments[-4].value, scale / math.log(2)])
+    (spec,) = launches.forward_launches(launches.problem_of(ladder.FORWARD["hopper"], q, q, scale=scale), {})
+    lowest, scale_log2 = torch.tensor([spec.arguments[-4].value, scale / math.log(2)])
     assert (lowest * scale_log2).isfinite() and lowest * max(1, scale_log2) <= -3e38
 
 
@@ -490,20 +490,20 @@ def test_the_maxima_of_rung_hopper_start_below_all_scores_and_at_a_finite_expone
 def test_sections_of_long_tiles_fit_into_the_cache_unless_work_would_be_unequal(B, Nk, D, Hk, section, alternate):
     """At 11264 the 5 heads that fit would keep the blocks busy for 0.9 of the time, at 6144 also twice as many."""
     q, k = (torch.empty(B, heads, Nk, D, dtype=torch.bfloat16, device="meta") for heads in (2048 // D, Hk))
-    problem = replace(works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True), processors=132)
-    (work,) = works.forward_works(problem, {})
-    assert work.grid == 132 and [x.value for x in work.arguments[-2:]] == [section, alternate]
-    (alone,) = works.forward_works(replace(problem, switches=(("PERSISTENT", 0),)), {})
+    problem = replace(launches.problem_of(ladder.FORWARD["hopper"], q, k, causal=True), processors=132)
+    (spec,) = launches.forward_launches(problem, {})
+    assert spec.grid == 132 and [x.value for x in spec.arguments[-2:]] == [section, alternate]
+    (alone,) = launches.forward_launches(replace(problem, switches=(("PERSISTENT", 0),)), {})
     assert alone.grid == problem.query_tiles * B * q.shape[1] and alone.macros["PERSISTENT"] == 0
-    (few,) = works.forward_works(replace(problem, B=1, H=3, Hk=3), {})
+    (few,) = launches.forward_launches(replace(problem, B=1, H=3, Hk=3), {})
     assert few.arguments[-2].value == min(3, section)
 
 
 def test_the_work_of_a_great_many_heads_is_counted_on_the_first_of_them():
     q = torch.empty(1, 64, 4096, 128, device="meta")
-    problem = works.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
-    many, more = (dealing.forward_work(replace(problem, B=B), 1, True) for B in (1, 2**12))
-    assert len(many) == len(more) and dealing.busy(many, 132) == dealing.busy(more, 132)
+    problem = launches.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
+    many, more = (tile_scheduler.forward_work(replace(problem, B=B), 1, True) for B in (1, 2**12))
+    assert len(many) == len(more) and tile_scheduler.busy(many, 132) == tile_scheduler.busy(more, 132)
 
 
 @pytest.mark.parametrize("B, H, N, D, causal, persistent", [
@@ -515,21 +515,21 @@ def test_blocks_of_rung_hoppers_backward_are_persistent_where_that_pays(B, H, N,
     """Not with tiles of few steps at head_dim 128, many queries or a single round, or if work would be unequal."""
     row = ladder.BACKWARD["hopper"]
     q = torch.empty(B, H, N, D, dtype=torch.bfloat16, device="meta")
-    problem = replace(works.problem_of(row, q, q, causal=causal), processors=132, Br=row.tiles[0][D][0])
+    problem = replace(launches.problem_of(row, q, q, causal=causal), processors=132, Br=row.tiles[0][D][0])
     tiles = B * H * -(-N // 128)
     for turned, deterministic in ((persistent, False), (False, True)):
         with torch.device("meta"):  # where tensors would be whose device is not named
-            (work,) = works.gradient_works(replace(problem, deterministic=deterministic), {})
-        assert work.macros["PERSISTENT"] == turned and work.grid == (132 if turned else tiles)
-        assert work.arguments[-1].value == tiles
+            (spec,) = launches.gradient_launches(replace(problem, deterministic=deterministic), {})
+        assert spec.macros["PERSISTENT"] == turned and spec.grid == (132 if turned else tiles)
+        assert spec.arguments[-1].value == tiles
     switched = replace(problem, switches=(("DETERMINISTIC", 1),))
     assert switched.row.macros(switched)["PERSISTENT"] == 0
 
 
 def test_the_work_of_a_great_many_tiles_is_counted_on_a_million_of_them():
     q, k = (torch.empty(2**16, 16, N, 64, dtype=torch.bfloat16, device="meta") for N in (1, 2**11))
-    problem = works.problem_of(ladder.BACKWARD["hopper"], q, k, causal=True)
-    assert len(dealing.backward_work(problem)) == 2**20
+    problem = launches.problem_of(ladder.BACKWARD["hopper"], q, k, causal=True)
+    assert len(tile_scheduler.backward_work(problem)) == 2**20
 
 
 @on_cpu
@@ -574,7 +574,7 @@ EXPRESSION = rf"(?:{ATOM})(?: [-+*/] (?:{ATOM}))*"
 
 def told_of_launches(row):
     """{kernel: what the head of the row's file says of its launch}; where it says "as in rung N", that file's."""
-    text = (works.HERE / row.file).read_text()
+    text = (launches.HERE / row.file).read_text()
     head = " ".join(line.removeprefix("//").strip() for line in text.splitlines() if line.startswith("//"))
     told = re.search(r"Launch(?: and limits)?:? (.*?) Spill budget", head)[1]
     if other := re.match(r"as in rung (\d)", told):
@@ -586,13 +586,13 @@ def told_of_launches(row):
     return {kernel: part for names, part in pairs for kernel in names.split(" and ")}
 
 
-def told_of(told, work, problem):
+def told_of(told, spec, problem):
     """(grid, block, bytes of shared memory) of the launch, from what the head of its file says of it."""
     D, Br, group = problem.D, problem.Br, problem.H // problem.Hk
     names = {name: getattr(problem, name) for name in ("B", "H", "Nq", "Nk", "D", "Br", "Bc")} | {"ceil": math.ceil}
-    names |= {"padded_rows": -(-problem.Nq // Br) * Br, "WARPS": work.macros.get("WARPS")}
-    names["parts"] = problem.H if work.macros.get("HEADS_APART") else problem.H // group
-    for name, value in re.findall(r"^constexpr int (Q_STAGES|STAGES) = (.*?);", work.file.read_text(), re.M):
+    names |= {"padded_rows": -(-problem.Nq // Br) * Br, "WARPS": spec.macros.get("WARPS")}
+    names["parts"] = problem.H if spec.macros.get("HEADS_APART") else problem.H // group
+    for name, value in re.findall(r"^constexpr int (Q_STAGES|STAGES) = (.*?);", spec.file.read_text(), re.M):
         names[name] = eval(re.sub(r"(.*) \? (.*) : (.*)", r"\2 if \1 else \3", value), dict(names))
 
     def value(before):
@@ -603,7 +603,7 @@ def told_of(told, work, problem):
     grid = value("without PERSISTENT ") or value("grid ")
     if D == 96 and "for D = 96" in told:
         grid = value("for D = 96 ")
-    if "multiprocessor" in told and work.macros.get("PERSISTENT", 1):
+    if "multiprocessor" in told and spec.macros.get("PERSISTENT", 1):
         grid = min(grid, problem.processors)
     block = value(r"threads \(") if Br < 64 else None
     block = block or value("block ")
@@ -614,18 +614,18 @@ def told_of(told, work, problem):
 @pytest.mark.parametrize("row", [*ladder.ROWS, *ladder.BACKWARD_ROWS], ids=lambda row: row.file)
 def test_the_launches_are_those_of_the_head_of_each_file(row):
     """Whoever copies a file out launches it as its head says."""
-    told, make = told_of_launches(row), works.forward_works if row in ladder.ROWS else works.backward_works
+    told, make = told_of_launches(row), launches.forward_launches if row in ladder.ROWS else launches.backward_launches
     head_dims = {row.head_dims[0], 96, row.head_dims[-1]} & set(row.head_dims)
     for D, H, Nq in itertools.product(head_dims, (4, 16), (300, 2100)):
         q, k = (torch.empty(2, heads, N, D, dtype=row.dtypes[0], device="meta") for heads, N in ((H, Nq), (4, 700)))
         for tile in {table[D] for table in row.tiles} | ({(32, 64)} if "Br < 64" in str(told) else set()):
-            problem = replace(works.problem_of(row, q, k, tile=tile), processors=7)
+            problem = replace(launches.problem_of(row, q, k, tile=tile), processors=7)
             for switched in ((), (("PERSISTENT", 0),)) if row.persistent else ((),):
-                launches = make(replace(problem, switches=switched), defaultdict(lambda: (0, 0, 0)))
-                assert {work.kernel for work in launches} == told.keys()
-                for work in launches:
-                    found = work.grid, work.block, work.shared_bytes
-                    assert told_of(told[work.kernel], work, problem) == found, (D, H, Nq, tile, work.kernel)
+                specs = make(replace(problem, switches=switched), defaultdict(lambda: (0, 0, 0)))
+                assert {spec.kernel for spec in specs} == told.keys()
+                for spec in specs:
+                    found = spec.grid, spec.block, spec.shared_bytes
+                    assert told_of(told[spec.kernel], spec, problem) == found, (D, H, Nq, tile, spec.kernel)
 
 
 @pytest.mark.parametrize("what, sizes", [
@@ -639,30 +639,30 @@ def test_more_than_a_kernel_can_count_is_refused(rung, what, sizes, monkeypatch)
     monkeypatch.setattr(plan, "bind", lambda *_: pytest.fail("something was launched"))
     sizes = dict(B=1, H=1, Nq=8, Nk=8) | sizes
     q, k = (torch.ones(1).bfloat16().expand(sizes["B"], sizes["H"], sizes[n], 64) for n in ("Nq", "Nk"))
-    monkeypatch.setattr(works, "can_read", lambda *_: True)
+    monkeypatch.setattr(launches, "can_read", lambda *_: True)
     with pytest.raises(ValueError, match=f"{what} are more than a kernel can count"):
         calls.forward(q, k, k, rung=rung)
 
 
 def test_a_kernel_counts_to_its_limit_and_no_further():
-    works.check_count("blocks", works.MOST)
-    with pytest.raises(ValueError, match=f"{works.MOST + 1} blocks are more than a kernel can count"):
-        works.check_count("blocks", works.MOST + 1)
+    launches.check_count("blocks", launches.MOST)
+    with pytest.raises(ValueError, match=f"{launches.MOST + 1} blocks are more than a kernel can count"):
+        launches.check_count("blocks", launches.MOST + 1)
 
 
 @pytest.mark.parametrize("row", [*ladder.ROWS, *ladder.BACKWARD_ROWS], ids=lambda row: row.file)
 def test_the_blocks_of_every_launch_are_counted(row, monkeypatch):
     """Of a persistent kernel the tiles: more of them than 2^31 are no problem of memory in a test of launches alone."""
     counted = []
-    monkeypatch.setattr(works, "check_count", lambda what, number: counted.append(number))
+    monkeypatch.setattr(launches, "check_count", lambda what, number: counted.append(number))
     q, k = (torch.empty(1, 1, N, row.head_dims[-1], dtype=row.dtypes[0], device="meta") for N in (8, 2000))
-    problem = replace(works.problem_of(row, q, k), B=2**31)
-    make = works.forward_works if row in ladder.ROWS else works.backward_works
-    launches = make(problem, defaultdict(lambda: (0, 0, 0)))
-    assert launches
-    for work in launches:
-        blocks = work.grid if work.grid > problem.processors else 2**31
-        assert blocks in counted and (blocks >= 2**31 or work.kernel == "attention_delta"), work
+    problem = replace(launches.problem_of(row, q, k), B=2**31)
+    make = launches.forward_launches if row in ladder.ROWS else launches.backward_launches
+    specs = make(problem, defaultdict(lambda: (0, 0, 0)))
+    assert specs
+    for spec in specs:
+        blocks = spec.grid if spec.grid > problem.processors else 2**31
+        assert blocks in counted and (blocks >= 2**31 or spec.kernel == "attention_delta"), spec
 
 
 @pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="without a GPU stage 02 needs g++")

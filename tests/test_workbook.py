@@ -1147,16 +1147,16 @@ def test_where_nothing_can_be_forked(monkeypatch):
 
 
 def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
-    from steps.step02_fa2_cuda import calls, works
+    from steps.step02_fa2_cuda import calls, launches
 
-    here, old = works.HERE, "float max_S = -INFINITY;"
+    here, old = launches.HERE, "float max_S = -INFINITY;"
     calls.plans["a launch of the kernel as it was"] = ()
     with listing.edited("fwd_2_mma.cu", (old, "float max_S = 0;")) as lines:
-        assert works.HERE != here and (works.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
+        assert launches.HERE != here and (launches.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
         assert not any(old in line for line in lines)
-        assert (works.HERE / "fwd_5_fa2.cu").read_text() == (here / "fwd_5_fa2.cu").read_text()
+        assert (launches.HERE / "fwd_5_fa2.cu").read_text() == (here / "fwd_5_fa2.cu").read_text()
         assert not calls.plans
-    assert works.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
+    assert launches.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
     assert calls.plans.pop("a launch of the kernel as it was") == ()
     with pytest.raises(ValueError, match="fwd_2_mma.cu contains 'no such text' 0 times"):
         with listing.edited("fwd_2_mma.cu", ("no such text", "")):

@@ -219,8 +219,8 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 # ### Rung 8, `hopper`: overlap and turns
 #
 # *Within* a warpgroup (switch OVERLAP): S of the next tile of keys is started together with O of the tile before, whose P
-# is ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `turn.wait` lets one group at
-# a time start its products, `turn.pass` lets the other one start behind them.
+# is ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `ping_pong.wait` lets one
+# group at a time start its products, `ping_pong.pass` lets the other one start behind them.
 #
 # Blocks are *persistent*: one for each SM takes one tile of queries after the other. So the next one is loaded while the
 # consumers finish this one. K, V and Q have a producer each: a single one would wait for room for V while there is room
@@ -242,7 +242,7 @@ check("02.10", order_of_step)
 
 # %% slideshow={"slide_type": "subslide"}
 print(measured.rung("fwd_8_hopper"))
-show("fwd_8_hopper", "// S of one block of keys,", until="auto finish_output")
+show("fwd_8_hopper", "// Starts S of one block of keys,", until="auto finish_output")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it

@@ -358,7 +358,7 @@ print(f"every other one shortest first: {busy(2 * (four[::-1] + four), True):.0%
 #
 # A tile needs a block of keys if *one* of its rows sees it. At D = 64 a tile has 192 rows, three warpgroups. With a
 # causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows at
-# all. With SKIP it gives such a stage back at once, and passes its turn on. At D = 128 hardly anything is skipped.
+# all. With SKIP it gives such a stage back at once, and lets the next warpgroup start. At D = 128 hardly anything is skipped.
 #
 # **Predict:** for which N does each switch matter? + is how much slower the kernel is without it.
 
@@ -421,7 +421,7 @@ for changed, clocks, _ in figures.recorded():
 # **You need:** section 5, and notebook 02e.
 #
 # In `bwd_3` it takes longer to pass a turn on than in rung 1, because the additions must first arrive in the L2 cache.
-# A warp that passes on its own turn has to wait for that. So one thread takes the turns of its whole block.
+# A warp that passes on its own turn has to wait for that. So one thread waits and releases for its whole block.
 #
 # **In which order?** With a causal mask block j of the keys has the queries i ≥ j. All blocks of a head start together.
 # One order lets them wait, the other one does not:
@@ -456,7 +456,7 @@ for keys, queries, words in (
 print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
-show("bwd_3_hopper", "struct Turns {", until="// The n-th tile")
+show("bwd_3_hopper", "struct DqSemaphore {", until="// The n-th tile")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 11. Two tricks of FlashAttention-4

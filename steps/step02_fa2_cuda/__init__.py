@@ -1,7 +1,7 @@
 """Stage 02: FlashAttention-2 in CUDA C++, compiled at run time; without a GPU the same files run behind an emulation.
 
-A call goes from here through steps/contract.py (checks, autograd) to calls.py, which makes launches out of the rung's
-row in ladder.py (works.py) and caches them (plan.py). A later call goes to its plan, which nvrtc.py or emulator/ runs.
+A call goes from here through steps/contract.py (checks, autograd) to calls.py. launches.py makes launch specs out of
+the rung's row in ladder.py, and plan.py caches them. A later call goes to its plan, which nvrtc.py or emulator/ runs.
 Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02e. Tests: tests/test_step02_fa2_cuda.py.
 """
 
@@ -9,9 +9,9 @@ import torch
 
 from steps import contract, engine
 
-from . import calls, ladder, works
+from . import calls, ladder, launches
 
-GPU = works.gpu() if engine.name == "cuda" else (None, None)  # its compute capability and shared memory
+GPU = launches.gpu() if engine.name == "cuda" else (None, None)  # its compute capability and shared memory
 RUNGS = {rung: calls.functions(rung) for rung in ladder.available(GPU[0])}
 SUPPORTS = {
     "stage": "step02_fa2_cuda",

@@ -8,7 +8,7 @@
 //
 // dQ_i needs dS^T of both warpgroups. So the warpgroups wait for each other at a barrier. dV_j += P^T dO_i
 // needs only P^T of its own warpgroup. So it starts before the barrier, and the tensor cores work meanwhile.
-// (Not if DETERMINISTIC: then dV_j is computed while the block passes on its turn.)
+// (Not if DETERMINISTIC: then dV_j is computed while the block releases the semaphore of its last dQ_i.)
 //
 // Where a block has few steps, its beginning takes much of the time. With a third buffer for Q_i and dO_i,
 // two tiles are loaded before the first step, and one more in each step. If PERSISTENT, a block computes
@@ -186,16 +186,16 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
   for (int i = 0; i < 32; i += 4) atomic_add_4(dq + i * 32, dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
 }
 
-// If DETERMINISTIC, the blocks of a head take turns at dQ_i. A counter for each tile of queries says how many
-// have added to it. Without DETERMINISTIC nothing here does anything.
+// If DETERMINISTIC, the blocks of a head add to dQ_i one after the other, in a fixed order. A counter for
+// each tile of queries says how many have added to it. Without DETERMINISTIC nothing here does anything.
 //
-// One thread waits for the turns of its block and passes them on. (If each warp did this, each would wait
-// until its additions have arrived in the L2 cache. This took up to a tenth of the time.) The barrier of each
-// step orders the other threads: this thread waits for the turn before the barrier, and they add after it;
-// they have added before the next barrier, and this thread passes the turn on after it.
-struct Turns {
+// One thread waits and releases for its block. (If each warp did this, each would wait until its additions
+// have arrived in the L2 cache. This took up to a tenth of the time.) The barrier of each step orders the
+// other threads: this thread waits before the barrier, and they add after it; they have added before the next
+// barrier, and this thread releases after it.
+struct DqSemaphore {
   Global<int> added;  // the counters
-  int64_t had = -1;   // the tile of queries to which this block has added last
+  int64_t held = -1;  // the tile of queries to which this block has added last
 
   static __device__ bool mine() { return DETERMINISTIC && threadIdx.x == 32 * WARPS - 32; }
 
@@ -205,11 +205,11 @@ struct Turns {
     while (load_acquire(added + dq_tile) != blocks) {
     }
   }
-  // After it: passes on the turn that the block had one step before.
-  __device__ void pass_on(int64_t dq_tile) {
+  // After it: lets the next block add to the tile of the step before.
+  __device__ void release(int64_t dq_tile) {
     if (!mine()) return;
-    if (had >= 0) add_release(added + had, 1);
-    had = dq_tile;
+    if (held >= 0) add_release(added + held, 1);
+    held = dq_tile;
   }
 };
 
@@ -230,12 +230,13 @@ struct Place {
   }
 };
 
-// A tile of keys, and the step that its block computes now.
+// A tile of keys, and the step that its block computes now. All numbers have a value from the start, because
+// ptxas needs more registers for numbers that may be undefined.
 struct KeyTile {
-  int round;              // the tiles that the block computes before it
-  int tile, part, batch;  // tile is -1 if the block has no further one
-  int first;              // the first tile of queries that sees one of these keys
-  int head, i, steps;     // the step: its query head and tile of queries; the steps that are left
+  int round = 0;                       // the tiles that the block computes before it
+  int tile = -1, part = 0, batch = 0;  // tile is -1 if the block has no further one
+  int first = 0;                       // the first tile of queries that sees one of these keys
+  int head = 0, i = 0, steps = 0;      // the step: its query head and tile of queries; the steps left
 };
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory to the copy engine, which writes
@@ -369,16 +370,21 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   if (PERSISTENT) section = total / tiles - alone;
   int query_tiles = (Nq + Br - 1) / Br;
   // The tile of keys that this block computes in a round.
-  auto tile_of = [&](int round) -> KeyTile {
+  auto tile_of = [&](int round) {
+    KeyTile j;
+    j.round = round;
     int n = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    if (n >= total) return {round, -1};  // and no steps
+    if (n >= total) return j;
     Place place(DETERMINISTIC ? started[0] : n, tiles, total, alone, section);
-    int tile = DETERMINISTIC && ascending ? tiles - 1 - place.tile : place.tile;
-    int part = place.head % parts;
+    j.tile = DETERMINISTIC && ascending ? tiles - 1 - place.tile : place.tile;
+    j.part = place.head % parts;
+    j.batch = place.head / parts;
     // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
-    int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;
-    int i = ascending ? first : query_tiles - 1;
-    return {round, tile, part, place.head / parts, first, part * own, i, (query_tiles - first) * own};
+    j.first = causal ? max(0, j.tile * Bc - (Nk - Nq)) / Br : 0;
+    j.head = j.part * own;
+    j.i = ascending ? j.first : query_tiles - 1;
+    j.steps = (query_tiles - j.first) * own;
+    return j;
   };
 
   // These three start the copies of a tile's K_j, of its V_j, and of Q_i and dO_i for its step.
@@ -431,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
   int K_slab = D == 128 ? warpgroup * Bc * 64 : 0;
   dq += warp * DQ_PER_WARP + lane * 4;
-  Turns turns{counters + 1};
+  DqSemaphore semaphore{counters + 1};
 
   KeyTile j = tile_of(0);
   if (threadIdx.x == 0) {
@@ -440,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   }
   int step = 0;  // counted over all tiles
   while (j.tile >= 0) {
-    KeyTile next = PERSISTENT ? tile_of(j.round + 1) : KeyTile{0, -1};
+    KeyTile next = PERSISTENT ? tile_of(j.round + 1) : KeyTile();
     // The step that comes `steps` (0 or 1) steps after j; it may be one of the next tile.
     auto later = [&](int steps) {
       bool ends = j.steps == 0;
@@ -495,8 +501,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
       if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
       else start_product(dP, V + warpgroup * 64 * 64, dO_i);
       int64_t dq_tile = int64_t(j.batch * H + j.head) * query_tiles + j.i;
-      turns.wait(dq_tile, blocks_before(j));  // here, because the products run meanwhile
-      wgmma_wait<1>();                        // S^T is there
+      semaphore.wait(dq_tile, blocks_before(j));  // here, because the products run meanwhile
+      wgmma_wait<1>();                             // S^T is there
       if (j.i * Br < masked_below) mask(S, seen_from_0 - j.i * Br, seen_from_1 - j.i * Br);
       probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
       wgmma_wait<0>();  // dP^T is there
@@ -512,13 +518,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
       start_dQ(dQ, dS_t + dS_slab, K_j + K_slab);  // dQ_i = dS_i K_j
       if (DETERMINISTIC) start_product(dV, P, dO_i);
       start_product(dK, dS, Q_i);  // dK_j += dS^T Q_i
-      turns.pass_on(dq_tile);
+      semaphore.release(dq_tile);
       wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
       add_dQ(dq + dq_tile * Br * D, dQ);
       wgmma_wait<0>();
     }
     __syncthreads();  // nobody still reads dS_i, V or K_j
-    turns.pass_on(-1);
+    semaphore.release(-1);
     if (!V_IN_REGISTERS && threadIdx.x == 0 && next.tile >= 0) load_values(next);
     // dV_j overwrites dS_i. dK_j overwrites dS_i, too, if D = 64, and K_j if D = 128.
     Shared<T> dV_rows = dS_i + warp * 16 * D;

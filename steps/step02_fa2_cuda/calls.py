@@ -5,10 +5,10 @@
     start_gradients, add_gradients, finish_dq    the parts of a backward, for gradients summed over several calls
 
 The tensors' device decides where a kernel runs. On a GPU nvrtc.py compiles and launches it; on a CPU g++ compiles the
-same file behind emulator/. From here a call goes to plan.py, and if no plan is cached for it, to works.py first.
+same file behind emulator/. From here a call goes to plan.py, and if no plan is cached for it, to launches.py first.
 
-Needs torch, and beside it the rung's .cu files, cached.py, ladder.py, works.py, dealing.py, plan.py, nvrtc.py,
-cache.py, wgmma.py and ptx.cuh; on a GPU cuda.core and NVRTC, on a CPU emulator/ and g++.
+Needs torch, and beside it the rung's .cu files, cached.py, ladder.py, launches.py, tile_scheduler.py, plan.py,
+nvrtc.py, cache.py, wgmma.py and ptx.cuh; on a GPU cuda.core and NVRTC, on a CPU emulator/ and g++.
 """
 
 import functools
@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from . import ladder, works
+from . import ladder, launches
 from .cached import Cache, check_no_gradient, key_of
 from .plan import Plan, Sums, attend, differentiate, differentiate_keys
 
@@ -49,8 +49,8 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
 
 def plan_forward(q, k, v, *, rung, causal, scale, tile=None, **switches):
     """The Plan for tensors of this layout."""
-    problem = works.problem_of(ladder.forward_row(rung), q, k, causal, scale, tile, switches=switches.items())
-    return Plan(*works.prepared(problem, works.forward_works, q=q, k=k, v=v))
+    problem = launches.problem_of(ladder.forward_row(rung), q, k, causal, scale, tile, switches=switches.items())
+    return Plan(*launches.prepared(problem, launches.forward_launches, q=q, k=k, v=v))
 
 
 def functions(rung):
@@ -97,8 +97,8 @@ def plan_backward(
     row = ladder.backward_row(rung, q.dtype, q.shape[3], deterministic)
     if row.tile_of_forward and backward_tile is None:
         backward_tile = tile
-    problem = works.problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
-    return Plan(*works.prepared(problem, works.backward_works, dout=dout, q=q, k=k, v=v, out=out, lse=lse))
+    problem = launches.problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
+    return Plan(*launches.prepared(problem, launches.backward_launches, dout=dout, q=q, k=k, v=v, out=out, lse=lse))
 
 
 def first_backward(*tensors, **options):
@@ -179,7 +179,7 @@ def zeros_like(x):
 def check_switches(file, switches):
     """TypeError unless each is a number for a macro that the file defines where the launch does not."""
     for name, value in switches.items():
-        if name not in switches_of(works.HERE / file):
+        if name not in switches_of(launches.HERE / file):
             raise TypeError(f"{file} has no switch {name}.")
         if not isinstance(value, int):
             raise TypeError(f"the switch {name} must be an integer; got {value!r}.")
@@ -205,8 +205,8 @@ def start_gradients(dout, out, lse, *, rung="fa2", scale=None, deterministic=Fal
         row = ladder.backward_row(rung, out.dtype, out.shape[3], deterministic)
         if row.adds_to_dq:
             raise NotImplementedError(f"{row.file} has no parts, as it adds to dq itself. Use bfloat16 or float16.")
-        problem = works.problem_of(row, out, out, scale=scale, deterministic=deterministic)
-        plan = plans.add(key, Plan(*works.prepared(problem, works.delta_works, **inputs)))
+        problem = launches.problem_of(row, out, out, scale=scale, deterministic=deterministic)
+        plan = plans.add(key, Plan(*launches.prepared(problem, launches.delta_launches, **inputs)))
     sums = Sums(plan.problem)
     if dout.numel():
         plan.run(inputs | sums.tensors)
@@ -230,8 +230,8 @@ def add_gradients(sums, dout, q, k, v, *, causal=False):
             raise ValueError(f"q must be the queries that start_gradients was called for, {queries}; got {given}.")
         if q.numel() == 0 or k.numel() == 0:
             return zeros_like(k), zeros_like(v)
-        problem = works.problem_of(start.row, q, k, causal, start.scale, deterministic=start.deterministic)
-        plan = plans.add(key, Plan(*works.prepared(problem, works.gradient_works, **inputs)))
+        problem = launches.problem_of(start.row, q, k, causal, start.scale, deterministic=start.deterministic)
+        plan = plans.add(key, Plan(*launches.prepared(problem, launches.gradient_launches, **inputs)))
     return differentiate_keys(plan, sums.tensors, inputs)
 
 
@@ -240,7 +240,7 @@ def finish_dq(sums):
     problem = sums.problem
     dq = sums.dq_sum.new_empty(problem.B, problem.H, problem.Nq, problem.D, dtype=problem.dtype)
     key = key_of((), {"part": "finish", "problem": problem})
-    plan = plans.get(key) or plans.add(key, Plan(*works.prepared(problem, works.dq_works)))
+    plan = plans.get(key) or plans.add(key, Plan(*launches.prepared(problem, launches.dq_launches)))
     if dq.numel():
         plan.run(sums.tensors | {"dq": dq})
     return dq

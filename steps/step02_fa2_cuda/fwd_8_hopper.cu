@@ -120,11 +120,12 @@ template <int DEPTH, int ROWS> struct Ring {
   }
 };
 
-// The warpgroups' turns (ping-pong). Warpgroup w waits at the named barrier 1 + w until the warpgroup before
-// it arrives there; the one that arrives does not wait.
-struct Turn {
+// Ping-pong scheduling: the warpgroups start their products one after the other, in a fixed order.
+// Warpgroup w waits at the named barrier 1 + w until the warpgroup before it arrives there; the one that
+// arrives does not wait.
+struct PingPong {
   int mine, next;
-  __device__ Turn(int w) : mine(1 + w), next(1 + (w + 1) % WARPGROUPS) {}
+  __device__ PingPong(int w) : mine(1 + w), next(1 + (w + 1) % WARPGROUPS) {}
   __device__ void wait() const { if (PINGPONG && WARPGROUPS > 1) named_barrier_sync(mine, 256); }
   __device__ void pass() const { if (PINGPONG && WARPGROUPS > 1) named_barrier_arrive(next, 256); }
   __device__ void skip() const {
@@ -302,7 +303,7 @@ struct Tile {
 // The number of the tile that this block computes in a round. If CAUSAL, every other round gives out the
 // tiles in reverse order of the blocks, so that a block with a long tile gets a short one next. The blocks'
 // work is about equal if lengths change little from round to round. So sections may alternate: where one ends
-// with its shortest tiles, the next begins with them. dealing.py chooses the sections.
+// with its shortest tiles, the next begins with them. tile_scheduler.py chooses the sections.
 __device__ int tile_number(int round) {
   if (!PERSISTENT) return round == 0 ? int(blockIdx.x) : 0x7fffffff;
   return round * gridDim.x + (CAUSAL && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -359,13 +360,26 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     // loop in another way, which is 3 % slower at D = 64.
     float S[Bc / 2], O[D / 2] = {}, m[2] = {}, l[2] = {}, alpha[2];
     uint32_t P[Bc / 16][4];
-    Turn turn(w);
-    if (w == WARPGROUPS - 1) turn.pass();  // warpgroup 0 may begin
+    PingPong ping_pong(w);
+    if (w == WARPGROUPS - 1) ping_pong.pass();  // warpgroup 0 may begin
 
-    // S of one block of keys, alone or beside O of the block before it, whose P is ready.
+    // One step computes S of one block of keys and, at the same time, O of the block before it. Two tiles
+    // overlap in the same way. Here each has the blocks 2, 1 and 0:
+    //
+    //   step            1     2     3     4     5     6     7
+    //   first tile      S_2   S_1   S_0
+    //                         O_2   O_1   O_0   (O is stored)
+    //   second tile                       S_2   S_1   S_0
+    //                                           O_2   O_1   O_0   (O is stored)
+    //
+    // Step 1 is `begin_alone`, step 4 is `begin_beside`, step 7 is `last_product_alone`, and the others are
+    // `consume_rest`. If the second tile does not need its first block, there is no step 4: the first tile
+    // ends as in step 7, and the second tile begins as in step 1.
+
+    // Starts S of one block of keys, alone or beside O of the block before it, whose P is ready. Waits for S.
     auto start = [&](uint64_t Q_i, auto beside) {
       uint64_t K_j = K.get();
-      turn.wait();
+      ping_pong.wait();
       wgmma_fence();  // O and P were written by ordinary instructions
       start_scores(S, Q_i, K_j);
       wgmma_commit();
@@ -373,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
         start_output(O, P, V.get(V_SLAB));  // V is awaited while the tensor cores compute S
         wgmma_commit();
       }
-      turn.pass();
+      ping_pong.pass();
       wgmma_wait<(OVERLAP && beside.value)>();  // S is ready; with OVERLAP, O is still being computed
       K.release();
     };
@@ -390,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       to_operand(P, S);
       if (grown) rescale(O, alpha);
     };
-    // A tile's first block of keys: m and l start again, while O may still belong to the tile before.
+    // The first block that the tile needs: m and l start again, while O may still belong to the tile before.
     auto consume_first = [&](const Tile& tile, auto beside, uint64_t Q_i) {
       start(Q_i, beside);
       if (tile.needed > tile.unmasked) mask(S, (tile.needed - 1) * Bc, tile.first + i, Nq, Nk);
@@ -402,16 +416,37 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     };
     // A block of keys that this warpgroup does not need. It waits for K and V nevertheless: if it released a
     // stage before the tile has come, its arrival would count for the tile that was in that stage before. It
-    // also waits for its turn and passes the turn on, because the other warpgroups expect one turn of each
-    // warpgroup for each block.
+    // also takes part in the ping-pong: the other warpgroups expect each warpgroup once for each block.
     auto skip = [&] {
       K.skip();
-      turn.skip();
+      ping_pong.skip();
       V.skip();
     };
 
+    auto wait_for_queries = [&] { return Q.get() + w * 64 * 128 / 16; };  // the warpgroup's 64 rows of Q_i
+    auto begin_beside = [&](const Tile& next) { consume_first(next, Bool<true>(), wait_for_queries()); };
+    auto begin_alone = [&](const Tile& tile, uint64_t Q_i) {
+#pragma unroll 1  // a loop that is not unrolled needs fewer registers
+      for (int j = tile.blocks; j > tile.needed; j--) skip();
+      if (tile.needed) consume_first(tile, Bool<false>(), Q_i);
+    };
+    auto consume_rest = [&](const Tile& tile, uint64_t Q_i) {
+      int j = tile.needed - 2;
+      if (CAUSAL)
+        for (; j >= tile.unmasked; j--) consume(tile, j, Bool<true>(), Q_i);
+      for (; j >= 0; j--) consume(tile, j, Bool<false>(), Q_i);
+      __syncwarp();  // lanes of a warp without a product may still be inside Q.get()
+      Q.release();
+    };
+    auto last_product_alone = [&] {
+      uint64_t V_0 = V.get(V_SLAB);
+      wgmma_fence();
+      start_output(O, P, V_0);
+      wgmma_commit();
+      finish_output();
+    };
     // Stores the finished tile with its m and l, and sets O to 0 for the next tile.
-    auto finish = [&](const Tile& done, float (&m_done)[2], float (&l_done)[2]) {
+    auto store = [&](const Tile& done, float (&m_done)[2], float (&l_done)[2]) {
       int64_t first = int64_t(done.head) * Nq;
       store_rows(out + first * D, lse + first, O, m_done, l_done, done.first + i, Nq, scale);
 #pragma unroll
@@ -420,40 +455,26 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
 
     int round = 0, n = tile_number(0);
     Tile tile(p, n, w);
-    bool alone = true;  // this tile's first S has to be started alone, without O of the tile before
+    bool alone = true;  // this tile begins alone, not beside the last product of the tile before it
     while (n < tiles) {
-      uint64_t Q_i = Q.get() + w * 64 * 128 / 16;
-      if (alone) {
-#pragma unroll 1  // a loop that is not unrolled needs fewer registers
-        for (int j = tile.blocks; j > tile.needed; j--) skip();
-        if (tile.needed) consume_first(tile, Bool<false>(), Q_i);
-      }
-      int j = tile.needed - 2;
-      if (CAUSAL)
-        for (; j >= tile.unmasked; j--) consume(tile, j, Bool<true>(), Q_i);
-      for (; j >= 0; j--) consume(tile, j, Bool<false>(), Q_i);
-      __syncwarp();  // lanes of a warp without a product may still be inside Q.get()
-      Q.release();
+      uint64_t Q_i = wait_for_queries();
+      if (alone) begin_alone(tile, Q_i);
+      consume_rest(tile, Q_i);
 
-      // The last product O += P V of this tile starts together with the first S of the next tile. It starts
-      // alone if there is no next tile, or if the next tile skips its first block.
-      Tile done = tile;
+      Tile done = tile;  // only its last product is missing
       float m_done[2] = {m[0], m[1]}, l_done[2] = {l[0], l[1]};
       n = tile_number(++round);
       if (n < tiles) tile = Tile(p, n, w);
       alone = !done.needed || n >= tiles || tile.needed < tile.blocks;
-      if (!done.needed) continue;
-      if (!alone) {
-        consume_first(tile, Bool<true>(), Q.get() + w * 64 * 128 / 16);
-      } else {
-        uint64_t V_before = V.get(V_SLAB);
-        wgmma_fence();
-        start_output(O, P, V_before);
-        wgmma_commit();
-        finish_output();
+      if (done.needed) {
+        if (alone)
+          last_product_alone();
+        else
+          begin_beside(tile);
+        store(done, m_done, l_done);
       }
-      finish(done, m_done, l_done);
     }
-    if (w == 0) turn.wait();  // for the last pass(): a block must not end while a named barrier is half full
+    // For the last pass(): a block must not end while a named barrier is half full.
+    if (w == 0) ping_pong.wait();
   }
 }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The ladder: one table of all kernels of this stage, a row for each, with what a kernel takes and how it is launched.
 
-works.py turns a row into launches, plan.py runs them, and calls.py has the functions to call: `from lifted.calls import
-forward, backward`. What the stage says about itself (SUPPORTS, error messages, README's table, exercises) is read from
-the rows, too. Needs torch, and dealing.py.
+launches.py turns a row into launch specs, plan.py runs them, and calls.py has the functions to call: `from lifted.calls
+import forward, backward`. What the stage says about itself (SUPPORTS, error messages, README's table, exercises) is
+read from the rows, too. Needs torch, and tile_scheduler.py.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 import torch
 
-from .dealing import persistent_pays
+from .tile_scheduler import persistent_pays
 
 FP32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)

@@ -3,7 +3,7 @@
 
     Plan                     the launches of one layout, and which of the inputs have to be copied before each call
     attend, differentiate    a forward and a backward by a plan, with the memory for their results
-    bind, launch_all         launch specs (Work) as launches, on a GPU or in the emulation
+    bind, launch_all         launch specs as launches, on a GPU or in the emulation
 """
 
 from ctypes import c_void_p
@@ -12,15 +12,15 @@ from functools import partial
 import torch
 
 from . import nvrtc
-from .works import Box, strides_of
+from .launches import Box, strides_of
 
 
 class Plan:
     """The launches for inputs of one layout, and which of the inputs have to be copied before each call."""
 
-    def __init__(self, problem, copies, works):
-        """copies: {name of an input: the function that copies it before each call}. works: the launches as data."""
-        self.problem, self.copies, self.works = problem, copies, works
+    def __init__(self, problem, copies, specs):
+        """copies: {name of an input: the function that copies it before each call}. specs: the launches as data."""
+        self.problem, self.copies, self.specs = problem, copies, specs
         self.launches = None
 
     def run(self, tensors):
@@ -28,7 +28,7 @@ class Plan:
         for name, copy in self.copies.items():
             tensors[name] = copy(tensors[name])
         if self.launches is None:
-            self.launches = bind(self.works, tensors)
+            self.launches = bind(self.specs, tensors)
         for launch in self.launches:
             launch(tensors)
 
@@ -89,25 +89,25 @@ def zero_counters(problem):
     return torch.zeros(1 + tiles, dtype=torch.int32, device=problem.device)
 
 
-# ---- works as launches -----------------------------------------------------------------------------------------------
+# ---- launch specs as launches ----------------------------------------------------------------------------------------
 
 
-def launch_all(works, tensors):
-    """Launches the works one after the other on these tensors, {name: tensor}."""
-    for launch in bind(works, tensors):
+def launch_all(specs, tensors):
+    """Launches these one after the other on these tensors, {name: tensor}."""
+    for launch in bind(specs, tensors):
         launch(tensors)
 
 
-def bind(works, tensors):
-    """A function of {name: tensor} for each work. On a GPU this compiles; the emulation compiles at the first call."""
+def bind(specs, tensors):
+    """A function of {name: tensor} for each spec. On a GPU this compiles; the emulation compiles at the first call."""
     device = next(iter(tensors.values())).device
     if device.type == "cpu":
-        return [partial(emulate, work) for work in works]
+        return [partial(emulate, spec) for spec in specs]
     nvrtc.bind_context(device.index)  # A tensor map needs a context, and a thread that has not used CUDA has none.
-    arguments = [[on_gpu(argument, tensors) for argument in work.arguments] for work in works]
+    arguments = [[on_gpu(argument, tensors) for argument in spec.arguments] for spec in specs]
     return [
-        nvrtc.Launch(**vars(work) | {"arguments": given}, device=device.index)
-        for work, given in zip(works, arguments, strict=True)
+        nvrtc.Launch(**vars(spec) | {"arguments": given}, device=device.index)
+        for spec, given in zip(specs, arguments, strict=True)
     ]
 
 
@@ -118,18 +118,18 @@ def on_gpu(argument, tensors):
     return (argument, c_void_p()) if isinstance(argument, str) else (None, argument)
 
 
-def emulate(work, tensors):
+def emulate(spec, tensors):
     """Runs one kernel on the CPU."""
     from . import emulator
 
     arguments = []
-    for argument in work.arguments:
+    for argument in spec.arguments:
         if isinstance(argument, Box):
             argument = emulator.tensor_map(*view_and_box(tensors[argument.name], argument.rows))
         elif isinstance(argument, str):
             argument = c_void_p(None) if tensors[argument] is None else tensors[argument]
         arguments.append(argument)
-    emulator.launch(**vars(work) | {"arguments": arguments})
+    emulator.launch(**vars(spec) | {"arguments": arguments})
 
 
 def view_and_box(x, rows):

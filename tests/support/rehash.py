@@ -3,8 +3,8 @@
     python tests/support/rehash.py OLD_TREE     a checkout of the commit in which the rows were fresh
 
 For each row that is fresh there and stale here, its kernel is compiled by both trees at the row's dtype, head_dim and
-mask. If the PTX is the same but for names and line numbers, the row gets the new hash. Otherwise it stays stale, and
-has to be measured again. It knows the rungs of stages 02 and 03, and no GPU is needed.
+mask. If the machine code, or in stage 03 the PTX, is the same but for names and line numbers, the row gets the new
+hash. Otherwise it stays stale, and has to be measured again. It knows the rungs of stages 02 and 03. No GPU is needed.
 """
 
 import functools
@@ -16,22 +16,44 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+STAGES = "02_fa2_cuda", "03_triton"
 HASHES = """
 import json, sys
 from steps.course.bench import rows
 print(json.dumps([rows.is_stale(json.loads(line)) for line in sys.stdin]))
 """
 CUDA = """
-import hashlib, json, sys
+import functools, hashlib, json, struct, sys
+from pathlib import Path
 from steps.course.bench import rows
-from steps.step02_fa2_cuda import nvrtc, works
-sys.path.insert(0, "{root}")
+from steps.step02_fa2_cuda import nvrtc
+
+def code(cubin):
+    # What of an ELF file is executed: its sections of instructions and constants, but not those about lines.
+    (start,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + size * n) for n in range(count)]
+    for name, kind, _, _, offset, length in sections:
+        word = cubin[sections[names][4] + name :].split(b"\\0")[0]
+        if word.startswith((b".text", b".nv.constant")) and kind == 1:
+            yield word + cubin[offset : offset + length]
+
+@functools.cache
+def compiled(file, macros):
+    cubin = nvrtc.compile(file, dict(macros), "sm_90a").cubin
+    return hashlib.sha256(b"".join(sorted(code(cubin)))).hexdigest()
+
 for line in sys.stdin:
-    found = []
-    for stem, launches in rows.launches(json.loads(line)).items():
-        for launch in launches if stem != "order" else ():
-            compiled = nvrtc.compile(works.HERE / (stem + ".cu"), launch[-1], "sm_90a")
-            found.append(hashlib.sha256(compiled.cubin).hexdigest())
+    row, found = json.loads(line), []
+    for stem, launched in getattr(rows, "launched_by", getattr(rows, "launches", None))(row).items():
+        if stem.endswith("order"):
+            found.append(launched)
+            continue
+        file = Path(nvrtc.__file__).with_name(stem + ".cu")
+        turned = row["kernel"].partition(":")[2]
+        if turned == "LARGE_SCORES=0":  # an edit of the text, and no macro
+            from steps.course.bench import ablations
+            file = ablations.changed(stem, ablations.SEPARATE[stem])
+        found += [(launch, compiled(file, tuple(launch[-1].items()))) for launch in launched]
     print(json.dumps(found))
 """
 
@@ -45,11 +67,9 @@ def run(tree, *command, text=None):
 
 
 @functools.cache
-def machine_code(tree, stage, row):
-    """A hash of what the tree compiles for the row, a line of JSON."""
+def of_triton(tree, row):
+    """A hash of what the tree compiles for the row of stage 03, a line of JSON."""
     one = json.loads(row)
-    if stage == "02_fa2_cuda":
-        return run(tree, "-c", CUDA.format(root=tree), text=row + "\n")
     dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[one["dtype"]]
     words = {"fwd_0_fused": "fused", "fwd_1_tma": "tma", "fwd_2_roles": "roles", "fwd_3_gluon": "gluon"}
     rung = words[one["kernel"].split("+")[0].split(":")[0]]
@@ -58,20 +78,33 @@ def machine_code(tree, stage, row):
     return hashlib.sha256("".join(sorted(json.loads(line)["text"] for line in made.splitlines())).encode()).hexdigest()
 
 
+def machine_code(tree, keys):
+    """{row, a line of JSON: what the tree compiles for it}. One process compiles all rows of stage 02."""
+    cuda = [key for key in keys if json.loads(key)["stage"] == "02_fa2_cuda"]
+    found = dict(zip(cuda, run(tree, "-c", CUDA, text="\n".join(cuda)).splitlines(), strict=True))
+    return found | {key: of_triton(tree, key) for key in keys if key not in found}
+
+
+def key_of(row):
+    """What a row is compiled for, as a line of JSON."""
+    fields = "stage", "kernel", "gpu", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal"
+    sizes = fields if row["stage"] == "02_fa2_cuda" else ("stage", "kernel", "dtype", "D", "causal")
+    return json.dumps({name: row[name] for name in sizes})
+
+
 def main(old):
     from steps.course.bench import rows
 
     for path in sorted(rows.COMMITTED.glob("*.jsonl")):
         lines = path.read_text().splitlines()
         was_stale = json.loads(run(old, "-c", HASHES, text="\n".join(lines)))
-        for n, line in enumerate(lines):
-            row = json.loads(line)
-            if was_stale[n] or not rows.is_stale(row) or row["stage"] == "04_ring":
-                continue
-            fields = "stage", "kernel", "gpu", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal"
-            sizes = fields if row["stage"] == "02_fa2_cuda" else ("stage", "kernel", "dtype", "D", "causal")
-            key = json.dumps({name: row[name] for name in sizes})
-            if machine_code(old, row["stage"], key) == machine_code(str(ROOT), row["stage"], key):
+        found = {n: json.loads(line) for n, line in enumerate(lines) if not was_stale[n]}
+        found = {n: row for n, row in found.items() if row["stage"] in STAGES and rows.is_stale(row)}
+        keys = {key_of(row) for row in found.values()}
+        before, after = machine_code(old, keys), machine_code(str(ROOT), keys)
+        for n, row in found.items():
+            key = key_of(row)
+            if before[key] == after[key]:
                 lines[n] = json.dumps(row | {"source": rows.row_hash(row)})
             else:
                 print("changed:", key)

@@ -25,7 +25,7 @@ import torch
 
 from reference import error, feature_cases
 from steps import engine
-from steps.step02_fa2_cuda import calls, ladder, plan, works
+from steps.step02_fa2_cuda import calls, ladder, launches, plan
 
 
 def inputs(D, dtype, N):
@@ -48,7 +48,7 @@ def check(kernel, planted=False, **sizes):
 
 # --- stage 02 ---------------------------------------------------------------------------------------------------------
 
-STAGE = works.HERE
+STAGE = launches.HERE
 EVERY_ROW = "__syncthreads();  // every thread reads rows that other threads have loaded"
 V_IS_THERE = "__syncthreads();  // V_j is there, and no thread still reads K_j"
 # In rungs 6 to 8 only the copy engine and wgmma access tiles in shared memory. racecheck attributes the copy engine's
@@ -91,7 +91,7 @@ def planted_race(kernel):
             shutil.copy(path, folder)
         file = Path(folder) / f"{kernel}.cu"
         file.write_text(with_a_race(file.read_text(), kernel))
-        with mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True):
+        with mock.patch.object(launches, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True):
             yield
 
 
@@ -103,7 +103,7 @@ def of_cuda(kernel, N=261, head_dims=(64, 128)):
     (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{kernel}.cu")
     orders = (False, True) if row in ladder.BACKWARD_ROWS and row.in_order else (False,)
     head_dims = [D for D in head_dims if D in row.head_dims]
-    two = mock.patch.object(works, "processors", lambda device: 2)
+    two = mock.patch.object(launches, "processors", lambda device: 2)
     for D, causal, ordered in itertools.product(head_dims, (False, True), orders):
         on_cpu = inputs(D, row.dtypes[0], N)
         q, k, v, dout = (x.to(engine.device) for x in on_cpu)
@@ -136,9 +136,10 @@ def tma_store():
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "store.cu"
         file.write_text(TMA_STORE)
-        arguments = works.Box("stored", 16), "ones"
-        work = works.Work(file, "store", arguments, grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
-        plan.launch_all([work], {"stored": stored, "ones": ones})
+        arguments = launches.Box("stored", 16), "ones"
+        how = dict(grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
+        spec = launches.LaunchSpec(file, "store", arguments, **how)
+        plan.launch_all([spec], {"stored": stored, "ones": ones})
     return int(torch.equal(stored.cpu(), ones.cpu()))
 
 

@@ -24,7 +24,7 @@ import typer
 from steps.course.bench import rows, timing
 from steps.course.bench.cost import Point
 from steps.places import require_clone
-from steps.step02_fa2_cuda import calls, ladder, plan, works
+from steps.step02_fa2_cuda import calls, ladder, launches, plan
 
 FORWARD, BACKWARD = "fwd_8_hopper", "bwd_3_hopper"
 POINTS = Point(4, 16, 4096, 128), Point(4, 32, 4096, 64)
@@ -36,7 +36,7 @@ folder = functools.cache(tempfile.TemporaryDirectory)  # where the changed texts
 
 def changed(kernel, edits):
     """A .cu file of the kernel's text with {old: new} pieces. ValueError if an old one is not there exactly once."""
-    text = (works.HERE / f"{kernel}.cu").read_text()
+    text = (launches.HERE / f"{kernel}.cu").read_text()
     for old, new in edits.items():
         if text.count(old) != 1:
             raise ValueError(f"The kernel has changed: it holds {old!r} {text.count(old)} times, not once.")
@@ -71,7 +71,7 @@ def forwards(kernel):
     """
     forward = partial(calls.forward, rung=kernel.split("_", 2)[2])
     found = {kernel: forward}
-    for name, values in switches((works.HERE / f"{kernel}.cu").read_text()).items():
+    for name, values in switches((launches.HERE / f"{kernel}.cu").read_text()).items():
         found |= {f"{kernel}:{name}={value}": partial(forward, **{name: value}) for value in values}
     if kernel in SEPARATE:
         row = replace(ladder.FORWARD[forward.keywords["rung"]], file=str(changed(kernel, SEPARATE[kernel])))
@@ -105,9 +105,9 @@ def clocks(first=FIRST, steps=STEPS):
     asks, starts, started, scores, exponentials, output = (f"      clocks[{e}] = clock();\n" for e in range(6))
     return {
         "int alternate) {": "int alternate, Global<int> marks) {",
-        "    Turn turn(w);\n": "    Turn turn(w);\n    int clocks[6] = {};\n",
-        "      turn.wait();\n      wgmma_fence();": f"{write}{asks}      turn.wait();\n{starts}      wgmma_fence();",
-        "      turn.pass();\n": f"      turn.pass();\n{started}",
+        "    PingPong ping_pong(w);\n": "    PingPong ping_pong(w);\n    int clocks[6] = {};\n",
+        "      ping_pong.wait();\n": f"{write}{asks}      ping_pong.wait();\n{starts}",
+        "      ping_pong.pass();\n": f"      ping_pong.pass();\n{started}",
         "      K.release();\n    };": f"{scores}      K.release();\n    }};",  # S is complete
         "      finish_output();\n      to_operand": f"{exponentials}      finish_output();\n      to_operand",
         "      if (beside.value) finish_output();": f"{exponentials}      if (beside.value) finish_output();",
@@ -119,10 +119,11 @@ def timed_launch(q, k, v, switches, without=None, first=FIRST, steps=STEPS):
     """(a call of the kernel with clocks and without one of LEFT_OUT, out, lse, marks (steps, 2, 6) int32)."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     marks = torch.zeros(steps, 2, len(EVENTS), dtype=torch.int32, device=q.device)
-    (work,) = works.forward_works(works.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items()), {})
+    problem = launches.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items())
+    (spec,) = launches.forward_launches(problem, {})
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "marks": marks}
     file = changed(FORWARD, clocks(first, steps) | LEFT_OUT.get(without, {}))
-    (bound,) = plan.bind([replace(work, file=file, arguments=(*work.arguments, "marks"))], tensors)
+    (bound,) = plan.bind([replace(spec, file=file, arguments=(*spec.arguments, "marks"))], tensors)
     return partial(bound, tensors), out, lse, marks
 
 
@@ -168,8 +169,8 @@ def tensors_at(point, device):
 def backward_call(tensors, without=None):
     """A call of the backward's kernel on these tensors, without one of PARTS if it is named."""
     file = changed(BACKWARD, PARTS.get(without, {}))
-    (work,) = works.gradient_works(works.problem_of(ladder.BACKWARD["hopper"], tensors["q"], tensors["k"]), {})
-    (bound,) = plan.bind([replace(work, file=file)], tensors)
+    (spec,) = launches.gradient_launches(launches.problem_of(ladder.BACKWARD["hopper"], tensors["q"], tensors["k"]), {})
+    (bound,) = plan.bind([replace(spec, file=file)], tensors)
     return partial(bound, tensors)
 
 

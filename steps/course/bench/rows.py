@@ -33,7 +33,7 @@ import torch
 from steps.course.bench import cost
 from steps.course.bench.timing import MIN_REPS
 from steps.places import IS_CLONE, MY, ROOT
-from steps.step02_fa2_cuda import ladder, works
+from steps.step02_fa2_cuda import ladder, launches
 
 COMMITTED = ROOT / "steps" / "course" / "bench" / "results"
 OWN = MY / "results"
@@ -266,7 +266,7 @@ def row_hash(row, root=ROOT):
     Of the row it reads stage, kernel, gpu, dtype, the sizes and causal.
     """
     try:
-        launched = {} if row["stage"] != "02_fa2_cuda" else launches(row)
+        launched = {} if row["stage"] != "02_fa2_cuda" else launched_by(row)
     except (TypeError, ValueError, NotImplementedError, KeyError):  # the kernel is gone, or no longer takes these sizes
         return None
     return code_hash(row["stage"], row["kernel"], root, launched)
@@ -289,7 +289,7 @@ def parts_of(path):
     return (python_code if path.suffix == ".py" else cuda_code)(path.read_text())
 
 
-def launches(row):
+def launched_by(row):
     """Of a row of stage 02, {stem of the file: [(grid, block, bytes of shared memory, {macro: value}) of each kernel]}.
 
     With a causal mask fwd_8_hopper also has {"order": (section, alternate)}, the order of its tiles.
@@ -304,7 +304,7 @@ def launches(row):
     found = {stem: [launch[1:] for launch in geometry_of(problem)] for stem, problem in problems.items()}
     for problem in problems.values():
         if problem.row is ladder.FORWARD["hopper"] and problem.causal:
-            found["order"] = works.order_of_tiles(problem)
+            found["order"] = launches.order_of_tiles(problem)
     return found
 
 
@@ -325,9 +325,9 @@ def problem_at(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_l
 
 def geometry_of(problem):
     """What `geometry` gives, of a ladder.Problem."""
-    launched = works.forward_works if problem.row in ladder.ROWS else works.backward_works
+    launched = launches.forward_launches if problem.row in ladder.ROWS else launches.backward_launches
     found = launched(problem, defaultdict(lambda: (0, 0, 0)))
-    return [(work.kernel, work.grid, work.block, work.shared_bytes, work.macros) for work in found]
+    return [(spec.kernel, spec.grid, spec.block, spec.shared_bytes, spec.macros) for spec in found]
 
 
 def source_files(stage, kernel, root=ROOT):

@@ -13,7 +13,7 @@ from steps.course.figures.picture import picture
 from steps.course.figures.planted import GPU
 from steps.course.figures.plots import COLOURS, FAINT, INK, PALE, cells, subplots
 from steps.course.workbook import edited
-from steps.step02_fa2_cuda import calls, emulator, ladder, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, launches
 
 WAVEFRONTS = GPU.half_tflops / 4096  # of all multiprocessors, 10^12 a second: one a cycle, as 4096 FLOP in bf16
 RUNGS = {"scalar": 64, "warp": 64, "mma": 128, "ldmatrix": 128, "cp_async": 128, "fa2": 128}  # with a head_dim
@@ -38,7 +38,7 @@ def wavefronts(rung):
 
 def function_at(file, line):
     """The name of the function that this line of a kernel file is in."""
-    before = (works.HERE / file).read_text().splitlines()[: int(line)]
+    before = (launches.HERE / file).read_text().splitlines()[: int(line)]
     return re.findall(r"^__device__ .*?(\w+)\(", "\n".join(before), re.M)[-1]
 
 

@@ -19,7 +19,7 @@ from steps.course.figures.planted import GPU, compiled
 from steps.course.figures.plots import COLOURS, subplots
 from steps.course.workbook import edited, show
 from steps.course.workbook.puzzles.operand_address import operand_address
-from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, launches, nvrtc
 
 
 def registers(D=64, old="", new=""):
@@ -27,7 +27,7 @@ def registers(D=64, old="", new=""):
     row = ladder.FORWARD["scalar"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / row.file
-        file.write_text((works.HERE / row.file).read_text().replace(old, new))
+        file.write_text((launches.HERE / row.file).read_text().replace(old, new))
         try:
             made = nvrtc.compile(file, dict(zip(("D", "Br", "Bc"), (D, *row.tiles[0][64]), strict=True)), "sm_90a")
         except RuntimeError as refused:

@@ -14,7 +14,7 @@ from steps.course.bench import cost, rows
 from steps.course.figures.measured import H200 as GPU
 from steps.course.figures.plots import who_sees
 from steps.course.workbook import edited
-from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, launches, nvrtc
 
 
 def emulated(text, kernel, tensors, *, grid, block, shared_bytes=0, **macros):
@@ -38,7 +38,7 @@ def launched(file, D):
 def compiled(file, D):
     """(Usage, cubin) of a file's main kernel on an H200. It needs no GPU."""
     kernel, *_, macros = launched(file, D)
-    made = nvrtc.compile(works.HERE / f"{file}.cu", macros, "sm_90a")
+    made = nvrtc.compile(launches.HERE / f"{file}.cu", macros, "sm_90a")
     return made.usage[kernel], made.cubin
 
 

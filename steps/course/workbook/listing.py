@@ -77,19 +77,19 @@ def edited(file, *edits):
     exactly once.
     """
     from steps import contract
-    from steps.step02_fa2_cuda import calls, works
+    from steps.step02_fa2_cuda import calls, launches
 
-    text = (works.HERE / file).read_text()
+    text = (launches.HERE / file).read_text()
     for old, new in edits:
         if text.count(old) != 1:
             raise ValueError(f"{file} contains {old!r} {text.count(old)} times; it must contain it exactly once.")
         text = text.replace(old, new)
     with tempfile.TemporaryDirectory() as folder:
-        for path in works.HERE.glob("*.cu"):
+        for path in launches.HERE.glob("*.cu"):
             shutil.copy(path, folder)
         (Path(folder) / file).write_text(text)
         # The plans of earlier calls are kept. They would go on with the kernels that were compiled before.
-        files, plans = mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True)
+        files, plans = mock.patch.object(launches, "HERE", Path(folder)), mock.patch.dict(calls.plans, clear=True)
         with files, plans, mock.patch.object(contract, "key_of", return_value=None):
             yield text.splitlines()
 

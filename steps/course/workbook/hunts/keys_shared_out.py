@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from steps.step02_fa2_cuda import plan, works
+from steps.step02_fa2_cuda import launches, plan
 
 FILE = Path(__file__).with_suffix(".cu")
 
@@ -17,7 +17,7 @@ def forward(q, k, v, *, causal=False, scale=None):
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(B, H, Nq)
     scale = D**-0.5 if scale is None else scale
-    work = works.Work(
+    spec = launches.LaunchSpec(
         FILE,
         "attention_forward",
         ("q", "k", "v", "out", "lse", c_int(Nq), c_int(k.shape[2]), c_float(scale), c_int(causal)),
@@ -26,5 +26,5 @@ def forward(q, k, v, *, causal=False, scale=None):
         shared_bytes=4 * 2 * 32 * (D + 2),
         macros={"D": D},
     )
-    plan.launch_all([work], {"q": q, "k": k, "v": v, "out": out, "lse": lse})
+    plan.launch_all([spec], {"q": q, "k": k, "v": v, "out": out, "lse": lse})
     return out, lse

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from steps.step02_fa2_cuda import plan, works
+from steps.step02_fa2_cuda import launches, plan
 
 FILE = Path(__file__).with_suffix(".cu")
 Br, Bc = 32, 16
@@ -23,7 +23,7 @@ def forward(q, k, v, *, causal=False, scale=None):
     scale = D**-0.5 if scale is None else scale
     at_once = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4  # blocks
     numbers = c_int(H * B), c_int(Nq), c_int(k.shape[2]), c_float(scale), c_int(causal)
-    work = works.Work(
+    spec = launches.LaunchSpec(
         FILE,
         "attention_forward",
         ("q", "k", "v", "out", "lse", *numbers),
@@ -32,5 +32,5 @@ def forward(q, k, v, *, causal=False, scale=None):
         shared_bytes=16 * Bc * D + 32,
         macros={"D": D, "Br": Br, "Bc": Bc},
     )
-    plan.launch_all([work], {"q": q, "k": k, "v": v, "out": out, "lse": lse})
+    plan.launch_all([spec], {"q": q, "k": k, "v": v, "out": out, "lse": lse})
     return out, lse

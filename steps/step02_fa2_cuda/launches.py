@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Launches as data (launch specs): file, kernel, arguments and grid of each launch of a rung, by its row in ladder.py.
 
-    problem_of                                 the sizes and options of a call on these tensors
-    forward_works, backward_works              all launches of a forward, and of a backward
-    delta_works, gradient_works, dq_works      those of the parts of a backward
+    problem_of                                     the sizes and options of a call on these tensors
+    forward_launches, backward_launches            all launches of a forward, and of a backward
+    delta_launches, gradient_launches, dq_launches those of the parts of a backward
 
-Nothing is launched here; plan.py does that. For another launch, change a Work with dataclasses.replace first.
+Nothing is launched here; plan.py does that. For another launch, change a LaunchSpec with dataclasses.replace first.
 """
 
 import functools
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from .dealing import order_of_tiles
 from .ladder import Problem
+from .tile_scheduler import order_of_tiles
 
 HERE = Path(__file__).parent  # where the .cu files are
 DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
@@ -26,7 +26,7 @@ MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and som
 
 
 @dataclass(frozen=True)
-class Work:
+class LaunchSpec:
     """The spec of one launch of one kernel. An argument is a tensor's name, a Box of a tensor, or a ctypes value."""
 
     file: Path
@@ -84,7 +84,7 @@ def gpu():
 # ---- what a plan is made of ------------------------------------------------------------------------------------------
 
 
-def prepared(problem, make_works, **inputs):
+def prepared(problem, make_launches, **inputs):
     """(the Problem, {input: the function that copies it before each call}, the launches), as Plan takes them."""
     copies = {}
     strides = {}
@@ -94,7 +94,7 @@ def prepared(problem, make_works, **inputs):
             copies[name] = copy
             x = copy(x.to("meta"))  # A copy of a tensor without memory has the strides that the real copy will have.
         strides[name] = strides_of(x)
-    return problem, copies, make_works(problem, strides)
+    return problem, copies, make_launches(problem, strides)
 
 
 # ---- inputs that a kernel cannot read where they lie -----------------------------------------------------------------
@@ -144,44 +144,44 @@ def strides_of(x):
 # ---- the launches ----------------------------------------------------------------------------------------------------
 
 
-def forward_works(problem, strides):
+def forward_launches(problem, strides):
     """The one launch of a forward. strides: {name: those of batch, head and row, in elements}."""
     outputs = "out", "lse", *heads_and_lengths(problem), c_float(problem.scale)
     tiles = problem.query_tiles * problem.H * problem.B
     check_count("tiles", tiles)
     if problem.row.loads != "tma":
         arguments = *strided(("q", "k", "v"), strides), *outputs, c_int(problem.causal)
-        return [work(problem, "attention_forward", arguments, tiles)]
+        return [launch_spec(problem, "attention_forward", arguments, tiles)]
     arguments = Box("q", problem.Br), Box("k", problem.Bc), Box("v", problem.Bc), *outputs
     if not problem.row.persistent:
-        return [work(problem, "attention_forward", arguments, tiles)]
+        return [launch_spec(problem, "attention_forward", arguments, tiles)]
     persistent = problem.macros.get("PERSISTENT", 1)
     lowest = -3.4e38 / max(1, problem.scale / math.log(2))  # where a row's maximum starts; the kernel says why
     further = c_float(lowest), c_int(tiles), *map(c_int, order_of_tiles(problem))
     blocks = min(tiles, problem.processors) if persistent else tiles
-    return [work(problem, "attention_forward", (*arguments, *further), blocks)]
+    return [launch_spec(problem, "attention_forward", (*arguments, *further), blocks)]
 
 
-def backward_works(problem, strides):
+def backward_launches(problem, strides):
     """The launches of a whole backward."""
     if problem.row.adds_to_dq:
-        return scalar_backward_works(problem, strides)
-    return [*delta_works(problem, strides), *gradient_works(problem, strides), *dq_works(problem, strides)]
+        return scalar_backward_launches(problem, strides)
+    return [*delta_launches(problem, strides), *gradient_launches(problem, strides), *dq_launches(problem, strides)]
 
 
-def scalar_backward_works(problem, strides):
+def scalar_backward_launches(problem, strides):
     """Delta, then all gradients, for a kernel that adds to dq itself. Here k and v have as many heads as q."""
     H, Nq, Nk = c_int(problem.H), c_int(problem.Nq), c_int(problem.Nk)
     arguments = *strided(("dout", "out"), strides), "delta", c_int(problem.B), H, Nq
     blocks = -(-problem.B * problem.H * problem.Nq // DELTA_THREADS)
-    delta = work(problem, "attention_delta", arguments, blocks, DELTA_THREADS, shared_bytes=0)
+    delta = launch_spec(problem, "attention_delta", arguments, blocks, DELTA_THREADS, shared_bytes=0)
     results = "lse", "delta", "dq", "dk", "dv", H, Nq, Nk, c_float(problem.scale), c_int(problem.causal)
     arguments = *strided(("dout", "q", "k", "v"), strides), *results
     blocks = problem.key_tiles * problem.gradient_heads * problem.B
-    return [delta, work(problem, "attention_backward", arguments, blocks)]
+    return [delta, launch_spec(problem, "attention_backward", arguments, blocks)]
 
 
-def delta_works(problem, strides):
+def delta_launches(problem, strides):
     """delta = the row sums of dout * out, and lse in base 2. A kernel that `zeroes_dq` sets dq_sum to 0 as well."""
     arguments = *strided(("dout", "out"), strides), "lse", "lse_2", "delta"
     numbers = c_int(problem.H), c_int(problem.Nq)
@@ -192,10 +192,10 @@ def delta_works(problem, strides):
         rows_of_a_block = 16 if problem.D == 96 else 2048 // problem.D  # 256 threads take 8 numbers each
         blocks = -(-problem.query_rows // rows_of_a_block)
         arguments = *arguments, *numbers, c_int(problem.query_rows)
-    return [work(problem, "attention_delta", arguments, blocks * problem.H * problem.B, 256, shared_bytes=0)]
+    return [launch_spec(problem, "attention_delta", arguments, blocks * problem.H * problem.B, 256, shared_bytes=0)]
 
 
-def gradient_works(problem, strides):
+def gradient_launches(problem, strides):
     """dk and dv of the keys, and the keys' part of dq."""
     numbers = *heads_and_lengths(problem), c_float(problem.scale), c_int(problem.causal)
     sums = "lse_2", "delta", "dq_sum"
@@ -210,12 +210,12 @@ def gradient_works(problem, strides):
     tiles = problem.key_tiles * problem.gradient_heads * problem.B
     check_count("tiles", tiles)
     if not problem.row.persistent:
-        return [work(problem, "attention_backward", arguments, tiles)]
+        return [launch_spec(problem, "attention_backward", arguments, tiles)]
     blocks = min(tiles, problem.processors) if problem.macros["PERSISTENT"] else tiles
-    return [work(problem, "attention_backward", (*arguments, c_int(tiles)), blocks)]
+    return [launch_spec(problem, "attention_backward", (*arguments, c_int(tiles)), blocks)]
 
 
-def dq_works(problem, strides):
+def dq_launches(problem, strides):
     """dq = scale * dq_sum, in the dtype of q. dq_sum is in the order of rows, or of a tile's registers."""
     if problem.row.dq_by_tile:
         blocks = problem.query_tiles
@@ -224,15 +224,15 @@ def dq_works(problem, strides):
         blocks = -(-problem.Nq * problem.D // 1024)
         numbers = c_int(problem.Nq), c_int(problem.query_rows), c_float(problem.scale)
     blocks *= problem.H * problem.B
-    return [work(problem, "attention_dq", ("dq_sum", "dq", *numbers), blocks, 256, shared_bytes=0)]
+    return [launch_spec(problem, "attention_dq", ("dq_sum", "dq", *numbers), blocks, 256, shared_bytes=0)]
 
 
-def work(problem, kernel, arguments, grid, block=None, shared_bytes=None):
+def launch_spec(problem, kernel, arguments, grid, block=None, shared_bytes=None):
     """One launch of a kernel of this row. Unless they are given, block and shared_bytes are the row's."""
     check_count("blocks", grid)
     block = problem.threads if block is None else block
     shared_bytes = problem.shared_bytes if shared_bytes is None else shared_bytes
-    return Work(HERE / problem.row.file, kernel, arguments, grid, block, shared_bytes, problem.macros)
+    return LaunchSpec(HERE / problem.row.file, kernel, arguments, grid, block, shared_bytes, problem.macros)
 
 
 def strided(names, strides):
