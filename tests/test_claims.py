@@ -14,7 +14,7 @@ import pytest
 from steps.course.bench import ablations, ring, rows
 from steps.course.bench.cost import Point
 from steps.course.demo import training
-from steps.course.figures import measured, n02b_tensor_cores, n02x_deeper, n03b_triton_features, ring_tables
+from steps.course.figures import measured, n02b_tensor_cores, n02y_deeper, n03b_triton_features, ring_tables
 from steps.course.workbook import show
 from steps.step02_fa2_cuda import emulator
 
@@ -95,7 +95,23 @@ def test_shares_of_which_one_is_told():
     says("02e", "In one forward at N = 512 we have # of cuDNN's speed.", shares(FWD, "sdpa-cudnn", 0, 512, {})[0])
     without = [shares(f"{FWD}:PERSISTENT=0", FWD, N, N, {}) for N in (512, 2**14)]
     slower = [100 / share - 100 for least, most in without for share in (most, least)]
-    says("02x", "the kernel is slower by # to # % at N = 512, and by # to # % at N = 16384.", *slower)
+    says("02y", "the kernel is slower by # to # % at N = 512, and by # to # % at N = 16384.", *slower)
+
+
+def gains(switch, at, least=0):
+    """The least and the largest percent by which rung hopper is slower on an H200 without one of its ideas."""
+    low, high = shares(f"{FWD}:{switch}=0", FWD, least, 2**14, at)
+    return 100 / high - 100, 100 / low - 100
+
+
+def test_what_each_idea_of_rung_hopper_brings():
+    causal, wide, narrow = {"D": 64, "causal": True}, {"D": 128}, {"D": 64}
+    says("02y", "SKIP brings # to # % at D = 64 with a causal mask.", *gains("SKIP", causal))
+    both = *gains("OVERLAP", wide, 4096), *gains("OVERLAP", narrow, 4096)
+    says("02y", "From N = 4096 on OVERLAP brings # to # % at D = 128, and # to # % at D = 64.", *both)
+    says("02y", "PINGPONG brings # to # % at D = 64, and nothing at D = 128.", *gains("PINGPONG", narrow, 4096))
+    assert gains("PINGPONG", wide, 4096)[1] < 1
+    says("02y", "On an H200 this brings # to # % at D = 128.", *gains("LAZY", wide))
 
 
 # --- counts and records of stage 02 -----------------------------------------------------------------------------------
@@ -138,12 +154,12 @@ def test_parts_of_two_kernels():
     products = [row["tflops"] for row in rows.read() if row["peer"] == "matmul" and "H200" in row["gpu"]]
     assert round(10 * left / statistics.median(products)) == 9
     assert says("02e", "has nine tenths of the speed of a matrix product")
-    exact = {changed: found for changed, found, _ in n02x_deeper.recorded()}
+    exact = {changed: found for changed, found, _ in n02y_deeper.recorded()}
     spent = [round(exact[one], -1) for one in ("OVERLAP = 1, PINGPONG = 1", "without exp", "without softmax")] + [2050]
     words = "Of the # clocks beyond the products # vanish with the exponentials and # with the rest of the softmax. "
-    says("02x", words + "The last # are", spent[0] - 2050, *(a - b for a, b in itertools.pairwise(spent)))
+    says("02y", words + "The last # are", spent[0] - 2050, *(a - b for a, b in itertools.pairwise(spent)))
     gained = exact["OVERLAP = 0, PINGPONG = 1"] / exact["OVERLAP = 1, PINGPONG = 1"]
-    says("02x", "OVERLAP gains # %.", 100 * gained - 100)
+    says("02y", "OVERLAP gains # %.", 100 * gained - 100)
 
 
 def test_small_calls():

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(no_jupyter, reason="Jupyter is not installed")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-DEEPER = [path for path in NOTEBOOKS if path.stem[2] == "x"]  # for specialists, in sections that can be read alone
+# For specialists, in sections that can be read alone:
+DEEPER = [path for path in NOTEBOOKS if path.stem.endswith("_deeper")]
 MAIN = [path for path in NOTEBOOKS if path not in DEEPER]
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 long_if_deeper = pytest.mark.parametrize(
@@ -35,7 +36,7 @@ each_of_the_main_line = pytest.mark.parametrize("path", MAIN, ids=lambda path: p
 
 
 def test_there_are_eleven_with_a_script_each_and_those_that_go_deeper():
-    assert {p.stem for p in DEEPER} <= {"01x_deeper", "02x_deeper", "03x_deeper", "04x_deeper"}
+    assert [p.stem.removesuffix("_deeper") for p in DEEPER] == ["01x", "02x", "02y", "03x", "04x"]
     assert [p.stem for p in MAIN] == [
         "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
         "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
@@ -347,12 +348,18 @@ PRINTED = [  # a notebook, what is looked for in all that it prints, and what is
         r"products (\d+), shared memory (\d+) clocks a\s+step; roof (\d+)", lambda *found: len(found) == 6 and all(
             roof == round(cost.GPUS["NVIDIA H200"].half_tflops * products / max(products, shared))
             for products, shared, roof in found))),
+    ("02x_deeper", r"__launch_bounds__\(Br, (\d+)\).* spilled +0 bytes", ["6"]),
+    ("02x_deeper", r"(\w+) +does not see it", lambda found: "scores_200" in found),
     ("02x_deeper", *numbers(
         r"HMMA and (\d+) MUFU.EX2; (\d+) of them have HMMAs", lambda found: found[1] > found[0] / 2)),
     ("02x_deeper", r"^(ours|eight_lanes|warp_of_int) +(.+)$", [
         ("ours", "shfl max shfl max shfl max"),
         ("eight_lanes", " ".join(3 * ["and shl shfl setp selp"])), ("warp_of_int", "redux")]),
     ("02x_deeper", r"made anew: (\d+) times attention's own operations", ["16"]),
+    ("02y_deeper", r": (?:busy )?(\d+)%$", ["94", "100", "77", "100"]),
+    ("02y_deeper", r"(\d+) steps of waiting", ["120", "0"]),
+    ("02y_deeper", r"of the steps, O is rescaled in (\d+)%", ["0", "3", "33"]),
+    ("02y_deeper", r"degree 3: error \S+; (0\.\d+)% of P", lambda found: len(found) == 1),
     ("03a_triton_kernels", r"^(.+?)  +lives$", ["as it is", "offsets in 32 bits"]),
     ("03a_triton_kernels", r"^key head h % Hk  +(.+)$", ["grouped heads: as in 'heads interleaved'"]),
     ("03a_triton_kernels", "InterpreterError|no complaint; 0 atomic", ["InterpreterError", "no complaint; 0 atomic"]),
@@ -375,7 +382,8 @@ PRINTED = [  # a notebook, what is looked for in all that it prints, and what is
 
 
 @pytest.mark.parametrize("stem, pattern, wants", [
-    pytest.param(*row, marks=[pytest.mark.long] * (row[0][2] == "x"), id=f"{row[0]}: {row[1][:40]}") for row in PRINTED
+    pytest.param(*row, marks=[pytest.mark.long] * row[0].endswith("_deeper"), id=f"{row[0]}: {row[1][:40]}")
+    for row in PRINTED
 ])  # fmt: skip
 def test_a_page_prints_what_its_prose_says(stem, pattern, wants, executions):
     text = printed(stem, executions)

@@ -294,7 +294,7 @@ print("rung 0: 1 each")
 # must come. First half of the warp stays away; then all come.
 #
 # CUDA's headers have a word for all three steps: `cg::reduce` over a tile of eight lanes, of the library *cooperative
-# groups*. The compiler makes the same three shuffles of it, with more around them: see [02x](02x_deeper.ipynb), section 14.
+# groups*. The compiler makes the same three shuffles of it, with more around them: see [02x](02x_deeper.ipynb), section 6.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"

@@ -377,6 +377,6 @@ for D in (64, 128):
 # - ★★★ (a weekend) Do as stages 01 and 03: write a second kernel with query tiles outside that computes dq alone.
 #
 # **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md), Algorithm 2; [02x_deeper.ipynb](02x_deeper.ipynb),
-# sections 4 to 6.
+# sections 4 and 5.
 #
 # **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb), or [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).

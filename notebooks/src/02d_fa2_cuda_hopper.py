@@ -365,7 +365,7 @@ print(figures.beside("fa3", "fwd_7_roles", "fwd_8_hopper"))
 # - ★★ (1 hour) Give `fwd_7_roles.cu` three stages. For which D do they fit?
 # - ★★★ (a weekend) Three consumers at D = 128: do the registers suffice?
 #
-# **Read:** [FlashAttention-3](../papers/flash_attention_3.md); the PTX ISA on `mbarrier` and `wgmma`; sections 6 to 9 of
-# [02x_deeper.ipynb](02x_deeper.ipynb).
+# **Read:** [FlashAttention-3](../papers/flash_attention_3.md); the PTX ISA on `mbarrier` and `wgmma`; sections 1 to 4 of
+# [02y_deeper.ipynb](02y_deeper.ipynb).
 #
 # **Next:** [02e_fa2_cuda_hopper_backward.ipynb](02e_fa2_cuda_hopper_backward.ipynb), Hopper's backward.

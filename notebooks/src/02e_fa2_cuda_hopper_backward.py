@@ -188,13 +188,13 @@ for D in (64, 128):
 # A block of few steps must not wait for its second tile of queries. So up to 1,024 queries (2,048 at D = 64) there is a
 # third buffer for Q_i and dO_i. And a new block waits for its first tiles. So blocks can be persistent there: while one
 # computes a tile of keys, the next keys and first queries come. The launch counts whether they would get equal work
-# ([02x](02x_deeper.ipynb), section 8).
+# ([02y](02y_deeper.ipynb), section 3).
 #
 # With a causal mask the first keys have the most queries. Their blocks start first, up to 8,192 keys in eight heads at a
 # time. So the last blocks of all are short, and no multiprocessor works long after the others.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
-# at 0.85 to 0.93 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
+# at 0.85 to 0.93 of the speed. Going deeper, [02y](02y_deeper.ipynb), section 5, has the turns.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers.
@@ -325,7 +325,7 @@ for other in ("fa4", "sdpa-cudnn"):
 #
 # - ★ (15 minutes) `figures.step_of(128, 128)`: what would a tile of 128 queries read?
 # - ★★ (1 hour) Count `bwd_1` in the same way: how many bytes does `ldmatrix` fetch for each product?
-# - ★★★ (a weekend) A warp that sends dQ_i: number 2 of the open problems in [02x](02x_deeper.ipynb).
+# - ★★★ (a weekend) A warp that sends dQ_i: an open problem of [02y](02y_deeper.ipynb), section 7.
 #
 # **Read:** [FlashAttention-3](../papers/flash_attention_3.md) and [FlashAttention-4](../papers/flash_attention_4.md).
 #

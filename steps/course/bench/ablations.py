@@ -6,7 +6,7 @@ timelines   fwd_8_hopper.cu with clocks in its text: when each warpgroup of one 
 parts       the time of bwd_3_hopper.cu's kernel of dk, dv and dq without some of its parts. A part that runs beside the
             products of the tensor cores costs nothing, and then the kernel is no faster without it.
 
-`python -m steps.course.bench.ablations` records the last two for notebooks 02d, 02e and 02x, on a GPU of Hopper's kind.
+`python -m steps.course.bench.ablations` records the last two for notebooks 02d, 02e and 02y, on a GPU of Hopper's kind.
 """
 
 import functools

@@ -6,7 +6,7 @@ from steps.course.bench import cost, report
 from steps.course.bench import rows as results
 from steps.course.bench.rows import label, setting
 from steps.course.figures.picture import picture
-from steps.course.figures.plots import GREYS, INK, PEERS, colour_of, subplots
+from steps.course.figures.plots import GREYS, INK, PEERS, colour_of, subplots, table
 
 H200, H100 = cost.GPUS["NVIDIA H200"], cost.GPUS["NVIDIA H100 80GB HBM3"]
 
@@ -50,6 +50,23 @@ def shares(found, kernels, other):
 
     lines = report.table(ordered, [f"of {other}", "", "N ="], words, columns)
     return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
+
+
+def ideas(kernel, *switches):
+    """Prints by how many percent a kernel is slower (+) with one of its ideas switched off, in one run on an H200.
+
+    A line for each switch, and for each head_dim and mask the numbers at N = 512, 4096 and 16384.
+    """
+    found = [row for row in results.fresh(results.read(switched=True)) if row["gpu"] == H200.name]
+    sizes = [(D, causal) for D in (64, 128) for causal in (False, True)]
+    lines = [["without", *(f"D = {D}, {'causal' if causal else 'full'}" for D, causal in sizes)]]
+    for switch in switches:
+        slower = {size: [] for size in sizes}
+        for row, share in beside(found, (f"{kernel}:{switch}=0",), kernel):
+            slower[row["D"], row["causal"]].append(f"{round(100 / share - 100):+3}")
+        lines.append([switch, *(" ".join(numbers) or "not measured" for numbers in slower.values())])
+    print(f"{kernel} on an H200: % slower without an idea, at N = 512, 4096 and 16384")
+    print(table(*lines))
 
 
 def rung(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16"):
