@@ -372,11 +372,17 @@ def launches(wanted):
             flash_gluon.backward(x, x, x, x, x, torch.zeros(1, 2, 128), sinks=sinks)
 
 
-def test_what_it_compiles_to():
-    rows = compile_triton.in_a_process(__file__, [(64, False), (64, True), (128, False), (128, True), (256, True)])
-    assert {"delta_kernel", "backward_kernel", "dq_kernel"} < {row["kernel"] for row in rows}, "the backward with sinks"
+SOME = [(64, True), (128, False), (256, True)]  # (head_dim, packed)
+
+
+@pytest.mark.parametrize("wanted", [SOME, pytest.param([(64, False), (128, True)], marks=pytest.mark.long)], ids=str)
+def test_what_it_compiles_to(wanted):
+    rows = compile_triton.in_a_process(__file__, wanted)
+    if (128, False) in wanted:
+        kernels = {row["kernel"] for row in rows}
+        assert {"delta_kernel", "backward_kernel", "dq_kernel"} < kernels, "the backward with sinks"
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
-    assert len(rows) == 5
+    assert len(rows) == len(wanted)
     for row in rows:
         assert row["wgmma.mma_async"] > 0 and row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0, row
         assert row["shared"] <= 227 * 1024 and not row["serialised"], row
