@@ -71,6 +71,7 @@ def test(forward):
 """
 
 
+@pytest.mark.long
 def test_without_docstrings_and_asserts(tmp_path):
     """As with python -OO. Only the asserts of a reader's test have to stay."""
     (tmp_path / exercises.find("00.bug1").mine_name).write_text(NOTICED)

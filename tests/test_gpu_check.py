@@ -140,7 +140,7 @@ def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypat
     assert sanitized.check("bwd_1_tma", N=40) == 4
     assert sanitized.check("decode") == 8
     keys = sanitized.FEATURES["decode"][1] * feature_cases.Nk
-    assert all(keys > 2 * Bc for table in decode.TILES.values() for _, Bc, *_ in table.values()), "shares to merge"
+    assert all(keys > 2 * Bc for table in decode.TILES.values() for _, Bc, *_ in table.values()), "splits to combine"
     monkeypatch.setattr(error, "failures", lambda got, want: {"dk": (1.0, 0.1)} if "dk" in got else {})
     with pytest.raises(AssertionError, match="bwd_0_fused, N=40, D=64, torch.float32, causal=False: .*dk"):
         sanitized.check("bwd_0_fused", N=40)

@@ -521,9 +521,26 @@ def test_blocks_of_rung_hoppers_backward_are_persistent_where_that_pays(B, H, N,
         with torch.device("meta"):  # where tensors would be whose device is not named
             (spec,) = launches.gradient_launches(replace(problem, deterministic=deterministic), {})
         assert spec.macros["PERSISTENT"] == turned and spec.grid == (132 if turned else tiles)
-        assert spec.arguments[-1].value == tiles
+        assert spec.arguments[-4].value == tiles
     switched = replace(problem, switches=(("DETERMINISTIC", 1),))
     assert switched.row.macros(switched)["PERSISTENT"] == 0
+
+
+@pytest.mark.parametrize("B, H, Hk, N, D, causal, deterministic, order", [
+    (8, 32, 32, 4096, 64, True, False, (True, 8, 0)), (8, 32, 32, 4096, 64, False, False, (True, 1, 0)),
+    (1, 16, 16, 8192, 128, True, False, (True, 8, 0)), (1, 16, 16, 8320, 128, True, False, (True, 1, 0)),
+    (8, 32, 32, 512, 64, False, False, (True, 1, 256)), (32, 32, 32, 512, 64, True, False, (True, 34, 990)),
+    (1, 16, 16, 16384, 128, True, True, (True, 1, 0)), (1, 16, 16, 16384, 128, False, True, (True, 8, 0)),
+    (1, 16, 16, 16385, 128, True, True, (False, 8, 0)), (1, 16, 16, 65536, 128, False, True, (False, 2, 0)),
+    (8, 16, 8, 4096, 128, True, True, (False, 8, 0)), (16, 32, 32, 1024, 64, True, True, (True, 32, 0)),
+])  # fmt: skip
+def test_the_order_of_key_tiles_of_rung_hoppers_backward(B, H, Hk, N, D, causal, deterministic, order):
+    """(ascending, section, alone), on 132 multiprocessors; the kernel gets them as its last arguments."""
+    row = ladder.BACKWARD["hopper"]
+    q, k = (torch.empty(B, heads, N, D, dtype=torch.bfloat16, device="meta") for heads in (H, Hk))
+    problem = launches.problem_of(row, q, k, causal=causal, deterministic=deterministic)
+    (spec,) = launches.gradient_launches(replace(problem, processors=132, Br=row.tiles[0][D][0]), {})
+    assert tuple(x.value for x in spec.arguments[-3:]) == order
 
 
 def test_the_work_of_a_great_many_tiles_is_counted_on_a_million_of_them():

@@ -42,8 +42,8 @@ class Barrier:
     def wait(self, parity):
         with CHANGED:
             assert CHANGED.wait_for(lambda: self.phases % 2 != parity, SECONDS), "a role waits for ever"
-            for room, tile in self.copied:
-                room.store(tile)
+            for stage, tile in self.copied:
+                stage.store(tile)
             self.copied.clear()
 
 
@@ -87,7 +87,7 @@ class Tile:
     __getitem__ = to = permute = reshape = load = same
 
 
-class Rooms:
+class Stages:
     """Shared memory for tiles, which are what was loaded or stored last."""
 
     dtype = None
@@ -96,27 +96,27 @@ class Rooms:
         self.shape, self.tiles = tuple(shape), [None] * shape[0]
 
     def index(self, n):
-        return Room(self, n)
+        return Stage(self, n)
 
 
-class Room:
+class Stage:
     dtype = None
 
-    def __init__(self, rooms, n):
-        self.rooms, self.n = rooms, n
+    def __init__(self, stages, n):
+        self.stages, self.n = stages, n
 
     def store(self, tile):
-        self.rooms.tiles[self.n] = tile
+        self.stages.tiles[self.n] = tile
 
     def read(self, *_):
-        return self.rooms.tiles[self.n]
+        return self.stages.tiles[self.n]
 
     permute = load = read
     reshape = to = Tile.same
 
 
 def tile_of(x):
-    return x.read() if isinstance(x, Room) else x
+    return x.read() if isinstance(x, Stage) else x
 
 
 def product(A, B_, total, use_acc=True, is_async=True):
@@ -167,7 +167,7 @@ class Call:
             for number in range(self.programs):
                 patch.setattr(bwd_2_gluon.gl, "program_id", lambda _, n=number: Integer(n))
                 self.loaded, self.ended = 0, 0
-                bwd_2_gluon.keys_kernel.fn(*inputs, Integer(0), "dk", "dv", H, group, Nq, Nk, 1.0, causal)
+                bwd_2_gluon.backward_kernel.fn(*inputs, Integer(0), "dk", "dv", H, group, Nq, Nk, 1.0, causal)
 
     def stand_ins(self):
         """{name in the kernel's file: what it is here}."""
@@ -178,13 +178,13 @@ class Call:
             arange=lambda a, b, _: torch.arange(a, b), zeros_like=torch.zeros_like, convert_layout=lambda x, _: x,
             SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), program_id=None,
-            num_programs=lambda _: self.programs, allocate_shared_memory=lambda dtype, shape, _: Rooms(shape),
+            num_programs=lambda _: self.programs, allocate_shared_memory=lambda dtype, shape, _: Stages(shape),
             warp_specialize=self.specialize, float32=None, float16=None, int64=None, constexpr=None,
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             wait=Barrier.wait, expect=Barrier.expect, arrive=lambda barrier, count: barrier.arrive()
         )
-        plain = {name: getattr(bwd_2_gluon, name).fn for name in ("deal", "scores", "produce", "consume")}
+        plain = {name: getattr(bwd_2_gluon, name).fn for name in ("schedule", "scores", "produce", "consume")}
         return plain | dict(
             gl=gl, mbarrier=mbarrier, tma=SimpleNamespace(store_wait=lambda _: None), layout=lambda *_: None, Bc=Bc,
             hopper=SimpleNamespace(fence_async_shared=lambda: None), make_barriers=Barriers, STAGES=STAGES,
@@ -198,13 +198,13 @@ class Call:
         run_together(roles)
         assert self.loaded == self.ended, "as many tiles of queries are loaded as used"
 
-    def load(self, x, where, barrier, room):
+    def load(self, x, where, barrier, stage):
         if x.name == "q":
-            assert self.ended >= self.loaded + 1 - STAGES, "the tile that has the room may still be read"
-            assert room.n == self.loaded % STAGES
+            assert self.ended >= self.loaded + 1 - STAGES, "the tile that has the stage may still be read"
+            assert stage.n == self.loaded % STAGES
             self.loaded += 1
         of = tuple(where[:3]) if len(where) == 4 else (*divmod(where[0], H), where[1])
-        barrier.copied.append((room, Tile(x.name, j=of) if x.name in "kv" else Tile(x.name, of)))
+        barrier.copied.append((stage, Tile(x.name, j=of) if x.name in "kv" else Tile(x.name, of)))
         barrier.arrive(x.block_type.nbytes)
 
     def step(self, *arguments):
@@ -216,9 +216,9 @@ class Call:
         assert dQ.name == "dQ"
         self.added[dq, dQ.of] += 1
 
-    def store(self, name, where, room):
-        assert room.read().name.lower() == name
-        self.stored[tuple(where[:3])][name] = room.read().terms
+    def store(self, name, where, stage):
+        assert stage.read().name.lower() == name
+        self.stored[tuple(where[:3])][name] = stage.read().terms
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -1,4 +1,4 @@
-"""Stage 03's decode.py: few queries against a long cache, with keys in shares, compared with float64."""
+"""Stage 03's decode.py: few queries against a long cache, with keys in splits, compared with float64."""
 
 import functools
 import json
@@ -92,7 +92,7 @@ def test_features_of_a_cache(name, dtype, splits, small_tiles):
 
 
 def test_a_window_reads_its_own_keys_only(small_tiles):
-    """NaN before the window of the first query does not matter, nor does it cost time: the shares divide the window."""
+    """NaN before the window of the first query does not matter, nor does it cost time: the splits divide the window."""
     q, k, v = inputs(Nq=2, Nk=300)
     want = run(q, k, v, window=(30, 0), splits=2)
     for x in (k, v):
@@ -188,12 +188,12 @@ def test_a_length_beyond_the_cache_is_the_cache(small_tiles):
 
 
 def test_a_short_sequence_in_a_long_cache_is_divided_evenly(small_tiles, monkeypatch):
-    """Four tiles of keys for four shares: in each of them every query meets keys, and no share has more than a tile."""
+    """Four tiles of keys for four splits: in each of them every query meets keys, and no split has more than a tile."""
     sums, launch = [], Recording.launch
 
     def noted(self, kernel, programs, *arguments, **options):
-        if kernel is decode.merge_kernel:
-            sums.append(arguments[2])
+        if kernel is decode.combine_kernel:
+            sums.append(arguments[0].l)
         launch(self, kernel, programs, *arguments, **options)
 
     monkeypatch.setattr(Recording, "launch", noted)
@@ -203,7 +203,7 @@ def test_a_short_sequence_in_a_long_cache_is_divided_evenly(small_tiles, monkeyp
     assert (sums[0][1] == torch.tensor([80, 80, 80, 60], device=engine.device)).all()
 
 
-def test_shares_of_equal_huge_scores_are_weighted_by_their_keys(small_tiles):
+def test_splits_of_equal_huge_scores_are_weighted_by_their_keys(small_tiles):
     """Scores of 4 million, in which float32 has no room for log l_s. Here l_s is 16, 16 and 5."""
     q, k, v = inputs(Nk=37)
     q.fill_(1)
@@ -291,7 +291,7 @@ def test_bit_equal_from_run_to_run(small_tiles):
 
 
 def test_how_many_splits_there_are(monkeypatch):
-    """About three programs a multiprocessor; no more shares than tiles of keys; nothing to merge of a single share."""
+    """About three programs a multiprocessor; no more splits than tiles of keys; a single split is not combined."""
     launches = []
     monkeypatch.setattr(Recording, "launch", lambda self, *given, **options: launches.append(given))
     monkeypatch.setattr(decode, "multiprocessors", lambda x: 132)
@@ -300,7 +300,7 @@ def test_how_many_splits_there_are(monkeypatch):
         decode.forward(q, k, k)
     decode.forward(q, k, k, window=(189, -1))  # the three queries see 192 keys
     grids = [programs for kernel, programs, *_ in launches if kernel is decode.split_kernel]
-    assert grids == [(64, 6), (8, 4), (280, 1), (2, 157), (2, 3)]  # heads times tiles of rows, shares
+    assert grids == [(64, 6), (8, 4), (280, 1), (2, 157), (2, 3)]  # heads times tiles of rows, splits
     assert len(launches) == 2 * len(grids) - 1
 
 

@@ -410,7 +410,7 @@ def test_programs_that_read_the_same_tile_of_a_mask_follow_one_another(shape, sh
     """Where all heads have the same mask, which is where its stride of heads is 0. Elsewhere those of a head do."""
     q = torch.zeros(2, 3, 32, 16, device=engine.device)
     mask = None if shape is None else torch.zeros(shape, device=engine.device)
-    f = flash.prepare(Recording([q]), q, q, {"mask": mask})[3]
+    f = flash.prepare(Recording([q]), q, q, mask=mask)[3]
     assert f.policy.heads_first == (1 if shared else None)
     order = torch.empty(12, 3, dtype=torch.int32, device=engine.device)
     order_kernel[(12,)](order, 2, 3, f)
@@ -425,8 +425,8 @@ def test_of_a_mask_that_all_queries_share_a_tile_is_one_row(shape, alike):
     q = torch.zeros(2, 3, 32, 16, dtype=torch.float16, device=engine.device)
     mask = torch.zeros(shape, device=engine.device)
     for same in (mask, mask.expand(2, 3, 32, 32)):
-        f = flash.prepare(Recording([q]), q, q, {"mask": same})[3]
-        assert f.policy.queries_alike == alike
+        f = flash.prepare(Recording([q]), q, q, mask=same)[3]
+        assert f.policy.broadcast_rows == alike
         assert not alike or flash.with_tma(f, (q, q, q), same).policy.mask_tma is None
 
 
@@ -495,7 +495,7 @@ def test_a_first_call_with_a_feature_compiles_four_kernels_and_another_length_no
     for name in names:
         first, second = ([row for row in rows if (row["name"], row["N"]) == (name, N)] for N in (256, 1000))
         kernels = [row["kernel"] for row in first if row["kernel"] != "clear_kernel"]  # of rows that no sequence has
-        assert kernels == ["forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
+        assert kernels == ["forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"]
         assert [row["key"] for row in second] == [row["key"] for row in first], name
 
 

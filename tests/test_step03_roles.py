@@ -20,18 +20,15 @@ from support.roles import SECONDS, run_together
 
 
 class Ring:
-    """Room for `depth` tiles in shared memory, each of which so many readers release."""
+    """Stages for `depth` tiles in shared memory, each of which so many readers release."""
 
     def __init__(self, depth, readers, rows, columns=64):
-        self.depth, self.readers, self.tiles, self.released = depth, readers, {}, collections.Counter()
-        self.got, self.written = set(), {}  # (thread, tile); {room: what the rows of O visited that lie there now}
-        self.rooms = SimpleNamespace(shape=(depth, 1, 1, rows, columns), dtype=None, index=self.room)
+        self.depth, self.readers, self.loaded, self.released = depth, readers, {}, collections.Counter()
+        self.got, self.written = set(), {}  # (thread, tile); {stage: what the rows of O visited that lie there now}
+        self.tiles = SimpleNamespace(shape=(depth, 1, 1, rows, columns), dtype=None, index=self.stage)
         self.changed = threading.Condition()
 
-    def __getitem__(self, _):
-        return self.rooms
-
-    def room(self, number):
+    def stage(self, number):
         stored = SimpleNamespace(store=lambda O: self.written.update({number: O.visited}))
         return SimpleNamespace(reshape=lambda shape: stored, number=number)
 
@@ -41,16 +38,16 @@ class Ring:
     def load(self, x, n, where):
         with self.changed:
             self.wait(lambda: n < self.depth or self.released[n - self.depth] == self.readers)
-            assert n == len(self.tiles), "tiles come one after the other"
-            self.tiles[n] = tuple(where)
+            assert n == len(self.loaded), "tiles come one after the other"
+            self.loaded[n] = tuple(where)
             self.changed.notify_all()
 
     def get(self, n):
         with self.changed:
-            self.wait(lambda: n in self.tiles)
-            assert self.released[n] < self.readers, "the room may have the next tile already"
+            self.wait(lambda: n in self.loaded)
+            assert self.released[n] < self.readers, "the stage may have the next tile already"
             self.got.add((threading.get_ident(), n))
-            return self.tiles[n]
+            return self.loaded[n]
 
     def release(self, n):
         with self.changed:
@@ -60,7 +57,7 @@ class Ring:
 
 
 class Values:
-    """Room for tiles of V, each of which comes and goes with a tile of K's ring."""
+    """Stages for tiles of V, each of which comes and goes with a tile of K's ring."""
 
     def __init__(self, ring):
         self.ring, self.tiles, self.dtype, self.shape = ring, {}, None, (64,)
@@ -70,7 +67,7 @@ class Values:
 
     def at(self, n):
         assert (threading.get_ident(), n) in self.ring.got, "who uses a tile of V has waited for it"
-        assert self.ring.released[n] < self.ring.readers, "the room may have the next tile already"
+        assert self.ring.released[n] < self.ring.readers, "the stage may have the next tile already"
         return self.tiles[n]
 
 
@@ -99,7 +96,7 @@ class Program:
             arange=lambda *_: None, BlockedLayout=lambda *_: None,
         )  # fmt: skip
         replaced = dict(
-            gl=SimpleNamespace(**of_numbers), layout=lambda _: None, shares=lambda _: Numbers(), LOG2_E=1.0,
+            gl=SimpleNamespace(**of_numbers), layout=lambda _: None, partial_sums=lambda _: Numbers(), LOG2_E=1.0,
             load=lambda x, ring, n, where: ring.load(x, n, where), get=lambda ring, n: ring.get(n),
             release=lambda ring, n: ring.release(n), at=lambda V, n: V.at(n), load_pair=self.load_pair,
             tma=SimpleNamespace(store_wait=lambda _: None),
@@ -115,7 +112,7 @@ class Program:
                 if hasattr(other, name):
                     patch.setattr(other, name, value)
         patch.setattr(flash_gluon, "BILLION", 2**30)
-        as_they_are = "position rounds_of place place_of visits visited coordinates wait_turn pass_turn"
+        as_they_are = "position rounds_of place work_tile visits visited coordinates wait_turn pass_turn"
         for name in (*as_they_are.split(), "first_step", "step", "skip", "last_product", "store_rows"):
             for other in (scheduler, fwd_3_gluon, flash_gluon):
                 if hasattr(getattr(other, name, None), "fn"):
@@ -135,8 +132,8 @@ class Program:
         V.load(n, where_before)
         K.load(k, n, where)
 
-    def mask(self, S, j, low, high, Nk):
-        S.mask = (j, low, high, Nk)
+    def mask(self, S, j, seen):
+        S.mask = (j, *seen)
         return S
 
     def start_output(self, O, P, V_n):
@@ -145,28 +142,28 @@ class Program:
         new.visited = [*O.visited, (P.Q_i, P.K_n, P.mask)]
         return new
 
-    def store(self, out, where, room):
-        """TMA takes rows from the room of their queries, which was not yet released."""
-        visited, where = self.Q.written.pop(room.number), tuple(where)
+    def store(self, out, where, stage):
+        """TMA takes rows from the stage of their queries, which was not yet released."""
+        visited, where = self.Q.written.pop(stage.number), tuple(where)
         assert all(Q_i == where for Q_i, _, _ in visited)
-        held = [n for n in self.Q.tiles if n % self.Q.depth == room.number and not self.Q.released[n]]
-        assert where in map(self.Q.tiles.get, held)
+        held = [n for n in self.Q.loaded if n % self.Q.depth == stage.number and not self.Q.released[n]]
+        assert where in map(self.Q.loaded.get, held)
         self.stored.setdefault(where, []).append(visited)
 
     def run(self, consumers, Bc, of_consumer, of_producer):
         """{coordinates of the first of 64 rows: what was visited}. The arguments are those behind Q, K and V."""
-        q_stages = 1 if Bc == 64 else 2  # with head_dim 256 there is no room for more
+        q_stages = 1 if Bc == 64 else 2  # with head_dim 256 there is no memory for more
         Q, K = Ring(q_stages * consumers, 1, 64), Ring(2, consumers, Bc)
         V = Values(K)
         self.Q = Q
         before, after = of_consumer
         roles = [(self.module.consume.fn, (w, consumers, *before, Q, K, V, *after)) for w in range(consumers)]
         run_together([*roles, (self.module.produce.fn, (None, None, None, Q, K, V, *of_producer))])
-        assert all(Q.released[n] == 1 for n in Q.tiles), "each room is free"
-        *pairs, last = K.tiles or [0]
+        assert all(Q.released[n] == 1 for n in Q.loaded), "each stage is free"
+        *pairs, last = K.loaded or [0]
         assert all(K.released[n] == consumers for n in pairs) and not K.released[last], "a pair too many"
-        if K.tiles:
-            assert not {K.tiles[last], V.tiles[0]} & {K.tiles[n] for n in pairs}, "no key is read that is not used"
+        if K.loaded:
+            assert not {K.loaded[last], V.tiles[0]} & {K.loaded[n] for n in pairs}, "no key is read that is not used"
             assert [n for _, n in K.got].count(last) == consumers, "no copy is on its way when the program ends"
         assert not any(turn._value for turn in self.turns), "no named barrier is half full"
         return self.stored
@@ -222,7 +219,7 @@ def test_roles_of_the_forward(consumers, Bc, causal, monkeypatch):
     B, H, group = 2, 2, 2
     for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 3)):
         tiles = B * H * -(-Nq // (64 * consumers))
-        call = (H, group, Nq, Nk), (tiles, 3, 1)
+        call = scheduler.Lengths(H, group, Nq, Nk), scheduler.Order(tiles, 3, 1)
         of_consumer, of_producer = ((OUT, 0), (*call, 1.0, causal)), (*call, causal, 64 * consumers)
         found = Forward(monkeypatch, fwd_3_gluon, programs, consumers, Bc, of_consumer, of_producer)
         for b, h, i in itertools.product(range(B), range(H), range(0, Nq, 64)):
@@ -238,7 +235,8 @@ def test_roles_of_the_forward_with_a_window(consumers, Bc, left, right, monkeypa
     B, H, group = 2, 2, 2
     for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 3)):
         tiles = B * H * -(-Nq // (64 * consumers))
-        call = (H, group, Nq, Nk), (tiles, 3, 1), (left, right), (None, None)
+        lengths, order = scheduler.Lengths(H, group, Nq, Nk), scheduler.Order(tiles, 3, 1)
+        call = flash_gluon.Call(lengths, order, left, right, None, None)
         of_consumer = (OUT, 0, None), (call, Nq, 1.0, right < Nk)
         found = Forward(monkeypatch, flash_gluon, programs, consumers, Bc, of_consumer, (call, right < Nk, consumers))
         for b, h, i in itertools.product(range(B), range(H), range(0, Nq, 64)):
@@ -261,7 +259,9 @@ def test_roles_of_the_forward_of_packed_sequences(causal, monkeypatch):
     of_sequence = [*zip(*([b - a for a, b in itertools.pairwise(x)] for x in (starts_q, starts_k)), strict=True)]
     for consumers, programs in itertools.product((2, 3), (1, 3, 8)):  # some of 8 programs have no tile
         tiles = 4 * H * -(-300 // (64 * consumers))
-        call = (H, group, 300, 320), (tiles, 3, 0), (FAR, 0 if causal else FAR), (Pointer(starts_q), Pointer(starts_k))
+        lengths, order = scheduler.Lengths(H, group, 300, 320), scheduler.Order(tiles, 3, 0)
+        starts = Pointer(starts_q), Pointer(starts_k)
+        call = flash_gluon.Call(lengths, order, FAR, 0 if causal else FAR, *starts)
         of_consumer = (OUT, 0, None), (call, 400, 1.0, causal)
         found = Forward(monkeypatch, flash_gluon, programs, consumers, 128, of_consumer, (call, causal, consumers))
         for (b, (Nq, Nk)), h in itertools.product(enumerate(of_sequence), range(H)):
@@ -283,7 +283,7 @@ def test_the_launch_counts_the_work_that_the_programs_get(heads, Nq, Nk, Br, mon
     for programs, section, alternate in itertools.product((1, 4, 5), sorted({1, min(2, heads), heads}), (0, 1)):
         found, dealt = collections.Counter(), [0] * programs
         work = scheduler.work_in_order(heads, Nq, Nk, Br, 64, section, alternate)
-        order = tiles, section, alternate
+        order = scheduler.Order(tiles, section, alternate)
         for number in range(programs):
             numbers = dict(program_id=lambda _, p=number: p, num_programs=lambda _, p=programs: p)
             monkeypatch.setattr(scheduler, "gl", SimpleNamespace(**of_numbers, **numbers))
@@ -337,23 +337,23 @@ def test_what_the_forward_is_given(monkeypatch):
     assert launched[-1]["grid"] == 3, "no more programs than tiles"
 
 
-class Rooms:
+class Stages:
     """Tiles in shared memory, or barriers, by name; one of them is (name, number)."""
 
     def __init__(self, name):
         self.name, self.shape = name, (2, 1, 1, 128, 64)
 
     def index(self, number):
-        return Room((self.name, number))
+        return Stage((self.name, number))
 
 
-class Room(tuple):
+class Stage(tuple):
     def reshape(self, shape):
         assert shape == (128, 64)
         return self
 
 
-def test_a_pair_of_tiles_has_the_room_and_the_phase_of_its_number(monkeypatch):
+def test_a_pair_of_tiles_has_the_stage_and_the_phase_of_its_number(monkeypatch):
     """Both copies arrive at one barrier, which expects the bytes of both."""
     noted = []
     names = "wait", "expect", "arrive", "load"
@@ -363,14 +363,14 @@ def test_a_pair_of_tiles_has_the_room_and_the_phase_of_its_number(monkeypatch):
     monkeypatch.setattr(fwd_3_gluon, "at", fwd_3_gluon.at.fn)
     monkeypatch.setattr(fwd_3_gluon, "STAGES", 2)
     k, v = (SimpleNamespace(block_type=SimpleNamespace(nbytes=nbytes)) for nbytes in (100, 1000))
-    K, V = tuple(map(Rooms, ("K", "full", "empty"))), Rooms("V")
-    for n, (room, phase) in enumerate(((0, 0), (1, 0), (0, 1), (1, 1), (0, 0))):
+    K, V = fwd_3_gluon.Ring(*map(Stages, ("K", "full", "empty"))), Stages("V")
+    for n, (stage, phase) in enumerate(((0, 0), (1, 0), (0, 1), (1, 1), (0, 0))):
         noted.clear()
         fwd_3_gluon.load_pair.fn(k, v, K, V, n, "here", "before")
-        full, empty = ("full", room), ("empty", room)
-        copies = ("load", k, "here", full, ("K", room)), ("load", v, "before", full, ("V", room))
+        full, empty = ("full", stage), ("empty", stage)
+        copies = ("load", k, "here", full, ("K", stage)), ("load", v, "before", full, ("V", stage))
         assert noted == [("wait", empty, 1 - phase), ("expect", full, 1100), *copies]
         noted.clear()
-        assert fwd_3_gluon.get.fn(K, n) == ("K", room) and fwd_3_gluon.at(V, n) == ("V", room)
+        assert fwd_3_gluon.get.fn(K, n) == ("K", stage) and fwd_3_gluon.at(V, n) == ("V", stage)
         fwd_3_gluon.release.fn(K, n)
         assert noted == [("wait", full, phase), ("arrive", empty)]

@@ -151,7 +151,7 @@ def float32_results(forward, backward, N=100, D=32):
 def test_products_of_float32_in_three_parts(modules, monkeypatch):
     """The interpreter multiplies exactly, so that this shows the order of the sums only."""
     for module in modules:
-        monkeypatch.setattr(module, "products", lambda x: "tf32x3")
+        monkeypatch.setattr(module, "dot_precision", lambda x: "tf32x3")
     assert not error.failures(*float32_results(modules[0].forward, modules[1].backward))
 
 
@@ -165,7 +165,7 @@ def test_every_kernel_of_fused_is_told_how_to_multiply_float32(kind, monkeypatch
 
     monkeypatch.setattr(Recording, "launch", noted)
     for module, call in ((fwd_0_fused, fwd_0_fused.forward), (bwd_0_fused, bwd_0_fused.backward)):
-        monkeypatch.setattr(module, "products", lambda x: kind)
+        monkeypatch.setattr(module, "dot_precision", lambda x: kind)
         call.clear()  # What is recorded would be replayed.
     float32_results(fwd_0_fused.forward, bwd_0_fused.backward, 20)
     assert len(told) >= 3 and set(told) == {kind}
@@ -178,7 +178,7 @@ def test_float32_of_which_head_dims_and_gpus_is_multiplied_in_three_parts(module
     def found(D, major, interpret=False, dtype=torch.float32):
         monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda _: (major, 0))
         monkeypatch.setattr(module.triton.knobs.runtime, "interpret", interpret)
-        return module.products(torch.empty(1, 1, 7, D, dtype=dtype))
+        return module.dot_precision(torch.empty(1, 1, 7, D, dtype=dtype))
 
     assert [found(D, 8) for D in (1, 128, 129, 256)] == ["tf32x3", "tf32x3", "ieee", "ieee"]
     assert found(64, 7) == "ieee" and found(64, 9, interpret=True) == "ieee"
@@ -202,7 +202,7 @@ def test_float32_is_as_exact_on_tensor_cores_as_without(D, changed):
     assert all(e < 0.5 * want.tolerance[name] for name, e in error.errors(got, want).items())
     got, _ = float32_results(flash.forward, flash.backward, 2000, D)
     assert not error.failures(got, want)
-    rounded = changed(fwd_0_fused, "else products(q)  #", 'else "tf32"  #')
+    rounded = changed(fwd_0_fused, "else dot_precision(q)  #", 'else "tf32"  #')
     worse, _ = float32_results(rounded.forward, bwd_0_fused.backward, 2000, D)
     assert error.failures(worse, want), "tf32 has 11 bits, which must not be enough"
 
@@ -411,7 +411,7 @@ AROUND, IN_A_STEP = 100, {64: 3, 128: 0}
 
 # Programs that share a multiprocessor, so that one multiplies while another computes its softmax. It is the budget of
 # registers and shared memory; 2 where nothing is said. What has roles needs one, because its warps do that themselves.
-PROGRAMS = {("tma", "forward_kernel", 64): 3, ("tma", "queries_kernel", 64): 3, ("fused", "forward_kernel", 128): 1}
+PROGRAMS = {("tma", "forward_kernel", 64): 3, ("tma", "dq_kernel", 64): 3, ("fused", "forward_kernel", 128): 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -434,7 +434,7 @@ def check_compiled(row):
     assert row["shared"] <= SHARED_KB[row["capability"]] * 1024, row
     assert not row["serialised"], row
     if triton.__version__ == PINNED:  # Other versions spill a few registers more or less.
-        if (row["rung"], row["kernel"]) == ("gluon", "keys_kernel"):
+        if (row["rung"], row["kernel"]) == ("gluon", "backward_kernel"):
             limit = AROUND
             assert row["spilled_in_a_step"] <= IN_A_STEP[row["D"]], row
         assert row["spilled"] <= limit, row
@@ -464,16 +464,16 @@ def check_compiled(row):
 
 @pytest.mark.parametrize(
     "rung, capability, kernel",
-    [("fused", 80, "forward_kernel"), ("fused", 80, "keys_kernel"), ("fused", 80, "queries_kernel"),
+    [("fused", 80, "forward_kernel"), ("fused", 80, "dkdv_kernel"), ("fused", 80, "dq_kernel"),
      ("fused", 90, "forward_kernel"),
-     ("tma", 90, "forward_kernel"), ("tma", 90, "keys_kernel"), ("tma", 90, "queries_kernel"),
-     ("roles", 90, "forward_kernel"), ("gluon", 90, "forward_kernel"), ("gluon", 90, "keys_kernel")],
+     ("tma", 90, "forward_kernel"), ("tma", 90, "dkdv_kernel"), ("tma", 90, "dq_kernel"),
+     ("roles", 90, "forward_kernel"), ("gluon", 90, "forward_kernel"), ("gluon", 90, "backward_kernel")],
 )  # fmt: skip
 def test_what_the_kernels_compile_to(compiled, rung, capability, kernel):
     row = compiled[rung, capability, kernel]
     check_compiled(row)
     assert (row["setmaxnreg"] > 0) == (rung in ("roles", "gluon")), "a warp's role decides how many registers it gets"
-    if (rung, kernel) == ("gluon", "keys_kernel") and triton.__version__ == PINNED:
+    if (rung, kernel) == ("gluon", "backward_kernel") and triton.__version__ == PINNED:
         assert row["bar.sync"] <= 9, "the warps meet three times a step, and three times at the end"
 
 

@@ -178,11 +178,11 @@ def edits_of(planted):
     return planted.get("edits") or [(planted["old"], planted["new"])]
 
 
-# So many mistakes a short run plants into an exercise that is slow to check: in Numba's simulator, in Triton, on ranks,
-# or where each answer is compiled.
+# So many mistakes a short run plants into an exercise that has many, or that is slow to check: in Numba's simulator, in
+# Triton, on ranks, or where each answer is compiled.
 FEW = {"01.1": 3, "01.2": 3, "01.3": 3, "02.1": 6, "02.2": 4, "02.3": 3, "02.4": 2, "02.5": 3, "02.6": 3, "02.7": 2}
 FEW |= {"02.8": 7, "02.9": 5, "02.10": 7, "03.1": 1, "03.2": 1, "03.3": 0, "03.7": 1}
-FEW |= {"04.1": 5, "04.2": 6, "04.3": 7, "04.4": 5}
+FEW |= {"00.1": 8, "00.2": 12, "00.3": 8, "00.4": 9, "04.1": 5, "04.2": 6, "04.3": 7, "04.4": 5}
 
 
 def planted(row):

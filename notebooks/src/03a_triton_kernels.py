@@ -266,8 +266,8 @@ print("rung fused, twice: the same bits", torch.equal(*runs))
 #
 # | kernel | a program owns | it visits, in order | products |
 # |---|---|---|---|
-# | `keys_kernel` | a tile of keys, dK_j and dV_j | queries, of all heads with these keys | S, dP, dV, dK: 4 |
-# | `queries_kernel` | a tile of queries, dQ_i | keys | S, dP, dQ: 3 |
+# | `dkdv_kernel` | a tile of keys, dK_j and dV_j | queries, of all heads with these keys | S, dP, dV, dK: 4 |
+# | `dq_kernel` | a tile of queries, dQ_i | keys | S, dP, dQ: 3 |
 #
 # Both need S and dP: seven products instead of five, and no atomics. Rung `gluon` makes five and adds dQ up in memory.
 

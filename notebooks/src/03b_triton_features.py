@@ -127,7 +127,7 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 # which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
 #
 # In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. c is 03a's
-# scale · log2(e), `seq.shift` is Nk - Nq, and 03x explains `SWALLOWS`.
+# scale · log2(e), `seq.shift` is Nk - Nq, and 03x explains `MASK_FLOOR`.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/features/scores", "scores")

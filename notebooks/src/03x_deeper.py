@@ -110,7 +110,7 @@ print("rows of 0, of finfo.min and of -inf: lse", [f"{x:.3g}" for x in lse[0, 0]
 print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The kernel counts such a mask as -2¹⁰¹ (`SWALLOWS`). In such a row it stores m · l instead of m + log l: four keys at
+# The kernel counts such a mask as -2¹⁰¹ (`MASK_FLOOR`). In such a row it stores m · l instead of m + log l: four keys at
 # -2¹⁰¹ give -2¹⁰³, or -1.01e+31. The backward divides by -2¹⁰¹ and has l. Only -inf hides a key for certain: then out is
 # 0 and lse -inf.
 
@@ -174,7 +174,7 @@ figures.roles()
 #
 # | | `fwd_3_gluon.py` | `fwd_8_hopper.cu` of stage 02 |
 # |---|---|---|
-# | room, barriers | `allocate_shared_memory`, `mbarrier.init` | `struct Ring`, `barrier_init` |
+# | stages, barriers | `allocate_shared_memory`, `mbarrier.init` | `struct Ring`, `barrier_init` |
 # | a copy | `async_load` | `Ring::load`: `tma_load` |
 # | start S, O | `warpgroup_mma(..., is_async=True)` | `wgmma_fence`, `wgmma_ss`, `wgmma_commit` |
 # | wait for S, not O | `warpgroup_mma_wait(1, (S,))` | `wgmma_wait<...>()` |
@@ -187,7 +187,7 @@ figures.roles()
 # part of a layout and not written by hand.
 #
 # In the listing S of tile n starts, then P V of tile n - 1, and only S is waited for. The exponentials run beside P V.
-# Because K_n and V_(n-1) are used together, they are loaded as a pair: a step waits once, and frees its room once.
+# Because K_n and V_(n-1) are used together, they are loaded as a pair: a step waits once, and releases its stage once.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/fwd_3_gluon", "step")

@@ -18,9 +18,8 @@
 // next then starts with numbers of dq that are still in the cache.
 //
 // A block goes through the queries from the first tile that sees its keys to the last. So with a causal mask
-// the blocks of a head begin at different tiles, and seldom add to the same tile at the same time. The first
-// keys then have the most queries. So the first tiles of all heads of a section come first, as the longest
-// tiles do in the forward: the last blocks are short, and the multiprocessors end at nearly the same time.
+// the blocks of a head begin at different tiles, and seldom add to the same tile at the same time. The host
+// decides which block computes which tile of keys, as for the forward (tile_scheduler.py).
 //
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, and dq, too, is bit-equal from run to
 // run. In all else the algorithm is that of rung 2:
@@ -63,10 +62,6 @@ constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
 constexpr int KEY_STAGES = PERSISTENT ? 2 : 1;  // buffers for K
-constexpr int SECTION = 8;                   // heads whose tiles are interleaved
-constexpr int CACHE = 1 << 25;               // bytes of the L2 cache; heads that fit into it are one section
-constexpr int FEW = 128;                     // tiles of keys up to which the queries ascend in a fixed order
-constexpr int LONG = 1 << 17;                // queries that a section of long heads may have
 static_assert(STAGES == 2 || STAGES == 3, "a step looks at most two steps ahead");
 static_assert(!(PERSISTENT && DETERMINISTIC), "a block must not wait for one that comes to its tile later");
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
@@ -214,7 +209,7 @@ struct DqSemaphore {
 };
 
 // The n-th tile of keys and its head, counted over all batches. The first `alone` heads are computed one
-// after the other. Later heads are interleaved: tile 0 of every head of a section, then tile 1, and so on.
+// after the other. Later heads are interleaved, `section` at a time: tile 0 of each of them, then tile 1, ...
 struct Place {
   int tile, head;
 
@@ -311,12 +306,16 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 // boxes of Bc rows, and dk and dv (B, parts, Nk, D) with boxes of 16 rows, where parts is H if HEADS_APART,
 // else H / group. lse_2, delta and dq are those of attention_delta. counters, if DETERMINISTIC, are
 // 1 + B * H * ceil(Nq / Br) zeros: one for the blocks that have started, and one for each tile of queries.
+// section, from 1 on, and alone are those of Place. ascending is 1; if DETERMINISTIC it may be 0, and then a
+// block goes from the last tile of queries to the first. All values give right results; tile_scheduler.py
+// chooses fast ones.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
     Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> counters,
-    int H, int group, int Nq, int Nk, float scale, int causal, int total) {
+    int H, int group, int Nq, int Nk, float scale, int causal, int total, int ascending, int section,
+    int alone) {
   SharedMemory smem;
   // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
   Shared<T> K = smem.array<T>(KEY_STAGES * Bc * D), V = smem.array<T>(Bc * D);
@@ -341,41 +340,17 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int tiles = (Nk + Bc - 1) / Bc;
   int own = HEADS_APART ? 1 : group;  // query heads that a block computes
   int parts = H / own;                // of dK and dV
-  // The order of the queries in a block, and of the keys from block to block. If DETERMINISTIC, the blocks
-  // that add first also start first, because a block must not wait for one that starts later.
-  //
-  // With few tiles the queries ascend, and the last keys come first. With a causal mask hardly any block
-  // waits: it begins at the diagonal, and reaches each later tile just after the block of the next keys. But
-  // it has Bc / Br steps more than that block. So the blocks drift apart, and need more and more of the L2
-  // cache. Therefore a section consists of the heads that fit into the cache whole: q, dout and dq together
-  // have 8 bytes a number, and so have k, v, dk and dv. Without a mask a section has up to SECTION heads,
-  // because blocks wait less then.
-  //
-  // With many tiles, or several query heads, the queries descend, all heads of a tile in turn, and the first
-  // keys come first. The blocks of a head begin at the same tile. So each block runs about one step behind
-  // the one before it. Over many steps these blocks drift apart, too. So the longer a head is, the fewer
-  // heads are computed at a time: with 65536 queries and no mask, eight heads at a time run at 0.6 to 0.8 of
-  // the speed of two heads at a time.
-  bool ascending = !DETERMINISTIC || own == 1 && tiles <= FEW;
-  // Blocks of a few steps end at nearly the same time in any order. For long heads the cache matters more.
-  int section = causal && own * tiles > 4 && tiles <= 64 ? SECTION : 1;
-  if (DETERMINISTIC) {
-    int rows = causal ? 2 * LONG : LONG;  // with the mask, a block goes through half of its head on average
-    int heads = ascending && causal ? 1 : min(SECTION, rows / Nq);
-    section = max(max(1, heads), CACHE / (8 * D) / (Nq + Nk));
-  }
-  // Persistent blocks get nearly equal work, although tiles differ, because every other round gives out the
-  // tiles in reverse. The last heads, which do not fill two rounds, are a section: longest tiles first.
-  int alone = !PERSISTENT ? 0 : causal ? total / (2 * gridDim.x) * 2 * gridDim.x / tiles : total / tiles;
-  if (PERSISTENT) section = total / tiles - alone;
   int query_tiles = (Nq + Br - 1) / Br;
-  // The tile of keys that this block computes in a round.
+  // The tile of keys that this block computes in a round. Every other round gives out the tiles in reverse
+  // order of the blocks, so that a block with a long tile gets a short one next.
   auto tile_of = [&](int round) {
     KeyTile j;
     j.round = round;
     int n = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     if (n >= total) return j;
     Place place(DETERMINISTIC ? started[0] : n, tiles, total, alone, section);
+    // If DETERMINISTIC, the blocks that add first also start first, because a block must not wait for one
+    // that starts later. So if the queries ascend, the last keys come first.
     j.tile = DETERMINISTIC && ascending ? tiles - 1 - place.tile : place.tile;
     j.part = place.head % parts;
     j.batch = place.head / parts;

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from .ladder import Problem
-from .tile_scheduler import order_of_tiles
+from .tile_scheduler import order_of_key_tiles, order_of_tiles
 
 HERE = Path(__file__).parent  # where the .cu files are
 DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
@@ -212,7 +212,8 @@ def gradient_launches(problem, strides):
     if not problem.row.persistent:
         return [launch_spec(problem, "attention_backward", arguments, tiles)]
     blocks = min(tiles, problem.processors) if problem.macros["PERSISTENT"] else tiles
-    return [launch_spec(problem, "attention_backward", (*arguments, c_int(tiles)), blocks)]
+    further = c_int(tiles), *map(c_int, order_of_key_tiles(problem))
+    return [launch_spec(problem, "attention_backward", (*arguments, *further), blocks)]
 
 
 def dq_launches(problem, strides):

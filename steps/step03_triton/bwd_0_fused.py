@@ -2,15 +2,15 @@
 """Rung 0, "fused": FlashAttention-2's backward in three Triton kernels, without atomics: the same bits on every run.
 
     delta_kernel   delta = rowsum(dO * O), and lse in base 2: one number each a query, before the loops
-    keys_kernel    a program owns Bc keys of one key head and visits the queries; dK_j, dV_j stay on the chip
-    queries_kernel a program owns Br queries of one head and visits the keys; dQ_i stays on the chip
+    dkdv_kernel    a program owns Bc keys of one key head and visits the queries; dK_j, dV_j stay on the chip
+    dq_kernel      a program owns Br queries of one head and visits the keys; dQ_i stays on the chip
 
     in each tile of the last two
         P  = 2^(c Q_i K_j^T - lse_2)                  recomputed, never stored; c = scale log2(e), lse_2 = lse log2(e)
         dP = dO_i V_j^T
         dS = P * (dP - delta_i)
-        dV_j += P^T dO_i     dK_j += scale * dS^T Q_i                 keys_kernel
-        dQ_i += scale * dS K_j                                        queries_kernel
+        dV_j += P^T dO_i     dK_j += scale * dS^T Q_i                 dkdv_kernel
+        dQ_i += scale * dS K_j                                        dq_kernel
 
 The idea: in a single pass over the tiles many programs contribute to every dQ_i. They would need atomic additions,
 whose order changes from run to run. In two passes each result has one owner; the price is that S and dP are computed
@@ -27,20 +27,20 @@ import triton.language as tl
 
 from .replay import replayed
 
-# (Br, Bc, num_warps, num_stages) of the last two kernels, by what `products` says and head_dim: up to 64, 128, 256.
-KEYS_TILES = {
+# (Br, Bc, num_warps, num_stages) of the last two kernels, by `dot_precision` and head_dim: up to 64, 128, 256.
+DKDV_TILES = {
     "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
     "tf32x3": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1)},
     "ieee": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
 }
-QUERIES_TILES = {
+DQ_TILES = {
     "16 bits": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
     "tf32x3": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1)},
     "ieee": {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
 
 
-def products(x):
+def dot_precision(x):
     """How matrices like x are multiplied; fwd_0_fused.py explains the words."""
     if x.element_size() == 2:
         return "16 bits"
@@ -87,7 +87,7 @@ def store_tile(rows, tile, first, D: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(x, bh, first, N, Br: tl.constexpr):
+def load_row_stats(x, bh, first, N, Br: tl.constexpr):
     """The numbers of x (B * H, N) that belong to the queries of head bh from `first` on (Br,), and 0 beyond N."""
     row = first + tl.arange(0, Br)
     return tl.load(x + bh.to(tl.int64) * N + row, mask=row < N, other=0.0)
@@ -132,7 +132,7 @@ def delta_kernel(
     dO = load_tile(Rows(dout, dout_strides, b, h, Nq), i, Br, D, D_pad).to(tl.float32)
     O = load_tile(Rows(out, out_strides, b, h, Nq), i, Br, D, D_pad).to(tl.float32)
     row = i + tl.arange(0, Br)
-    lse_i = load_numbers(lse, bh, i, Nq, Br)
+    lse_i = load_row_stats(lse, bh, i, Nq, Br)
     rows = bh.to(tl.int64) * Nq + row
     # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are bit-equal if all
     # products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products into the
@@ -155,8 +155,8 @@ def visit_queries(
     for i in range(begin, end, Br):
         Q_i = load_tile(queries.Q, i, Br, D, K_j.shape[1])  # (Br, D)
         dO_i = load_tile(queries.dO, i, Br, D, K_j.shape[1])  # beyond Nq it is 0, and adds nothing
-        lse_i = load_numbers(queries.lse_2, bh, i, Nq, Br)  # (Br,)
-        delta_i = load_numbers(queries.delta, bh, i, Nq, Br)
+        lse_i = load_row_stats(queries.lse_2, bh, i, Nq, Br)  # (Br,)
+        delta_i = load_row_stats(queries.delta, bh, i, Nq, Br)
         query, key = i + tl.arange(0, Br), j + tl.arange(0, K_j.shape[0])
         S_T = tl.dot(K_j, tl.trans(Q_i), input_precision=PRECISION)  # (Bc, Br)
         dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision=PRECISION)  # (Bc, Br)
@@ -170,7 +170,7 @@ def visit_queries(
 
 
 @triton.jit(do_not_specialize=["Hk", "Nq", "Nk"])  # so that one compiled kernel serves every length
-def keys_kernel(
+def dkdv_kernel(
     dout, q, k, v, lse_2, delta, dk, dv, dout_strides, q_strides, k_strides, v_strides, dk_strides,
     Hk, group, Nq, Nk, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
@@ -223,7 +223,7 @@ def visit_keys(
 
 
 @triton.jit(do_not_specialize=["H", "Nq", "Nk"])
-def queries_kernel(
+def dq_kernel(
     dout, q, k, v, lse_2, delta, dq, dout_strides, q_strides, k_strides, v_strides, dq_strides,
     H, group, Nq, Nk, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
@@ -237,7 +237,7 @@ def queries_kernel(
     K, V = Rows(k, k_strides, b, hk, Nk), Rows(v, v_strides, b, hk, Nk)
     Q_i = load_tile(Rows(q, q_strides, b, h, Nq), i, Br, D, D_pad)  # (Br, D)
     dO_i = load_tile(Rows(dout, dout_strides, b, h, Nq), i, Br, D, D_pad)
-    own = Queries(Q_i, dO_i, load_numbers(lse_2, bh, i, Nq, Br), load_numbers(delta, bh, i, Nq, Br))
+    own = Queries(Q_i, dO_i, load_row_stats(lse_2, bh, i, Nq, Br), load_row_stats(delta, bh, i, Nq, Br))
     full, end = Nk, Nk  # all of these queries see all keys before `full`, none sees a key from `end` on
     if CAUSAL:
         full = tl.minimum(Nk, tl.maximum(0, i + 1 + Nk - Nq))
@@ -262,7 +262,8 @@ def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, tile=
     lse_2, delta = record.new((B * H, Nq)), record.new((B * H, Nq))
     dq, dk, dv = (record.new(x.shape, like=x) for x in (q, k, v))
     strides = [x.stride()[:3] for x in (dout, q, k, v)]
-    numbers, kind = (H // Hk, Nq, Nk, scale), products(q)
+    sizes = H // Hk, Nq, Nk, scale
+    kind = dot_precision(q)
     same = dict(CAUSAL=causal, D=D, D_pad=D_pad, PRECISION="ieee" if kind == "16 bits" else kind)
 
     def options(table):
@@ -274,14 +275,14 @@ def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, tile=
         delta_kernel, B * H * triton.cdiv(Nq, 64), dout, out, lse, lse_2, delta, strides[0], out.stride()[:3], H, Nq,
         D=D, D_pad=D_pad, Br=64,
     )  # fmt: skip
-    how = options(KEYS_TILES)
+    how = options(DKDV_TILES)
     record.launch(
-        keys_kernel, B * Hk * triton.cdiv(Nk, how["Bc"]), dout, q, k, v, lse_2, delta, dk, dv, *strides,
-        dk.stride()[:3], Hk, *numbers, **how,
+        dkdv_kernel, B * Hk * triton.cdiv(Nk, how["Bc"]), dout, q, k, v, lse_2, delta, dk, dv, *strides,
+        dk.stride()[:3], Hk, *sizes, **how,
     )  # fmt: skip
-    how = options(QUERIES_TILES)
+    how = options(DQ_TILES)
     record.launch(
-        queries_kernel, B * H * triton.cdiv(Nq, how["Br"]), dout, q, k, v, lse_2, delta, dq, *strides,
-        dq.stride()[:3], H, *numbers, **how,
+        dq_kernel, B * H * triton.cdiv(Nq, how["Br"]), dout, q, k, v, lse_2, delta, dq, *strides,
+        dq.stride()[:3], H, *sizes, **how,
     )  # fmt: skip
     return dq, dk, dv

@@ -9,7 +9,7 @@ The idea is explained in fwd_1_tma.py. In the backward a tile of queries also ha
 In rung 0 each thread of the program copies them in pieces of 4 bytes, once for each of its entries of the tile. Here
 they are boxes too, of (1, Br). A row of a descriptor must begin at a multiple of 16 bytes, so their rows are padded.
 
-The three kernels are those of rung 0: delta_kernel, keys_kernel, queries_kernel. Up to head_dim 128 queries_kernel
+The three kernels are those of rung 0: delta_kernel, dkdv_kernel, dq_kernel. Up to head_dim 128 dq_kernel
 keeps Q_i and dO_i, the left factors of two of its products, in registers. Tensors that are not aligned to 16 bytes, and
 GPUs other than Hopper, take pointers as in rung 0. Where the limit lies: 7 products are computed where the backward
 needs 5, so no more than 5/7 of the tensor cores' speed can be reached. A single pass of 5 products would add to dQ by
@@ -28,9 +28,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .replay import replayed
 
 # (Br, Bc, num_warps, num_stages) of the last two kernels, by head_dim: up to 64, 128, 256.
-KEYS_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
-QUERIES_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)}
-QUERIES_TILES_BY_POINTERS = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}
+DKDV_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
+DQ_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)}
+DQ_TILES_BY_POINTERS = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}
 
 
 class Rows(NamedTuple):
@@ -80,7 +80,7 @@ def store_tile(rows, tile, first, D: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(x, stride, bh, first, N, Br: tl.constexpr, TMA: tl.constexpr):
+def load_row_stats(x, stride, bh, first, N, Br: tl.constexpr, TMA: tl.constexpr):
     """The numbers of x (B * H, N) that belong to the queries of head bh from `first` on (Br,), and 0 beyond N."""
     if TMA:
         return x.load([bh, first]).reshape(Br)
@@ -128,7 +128,7 @@ def delta_kernel(
     dO = load_tile(Rows(dout, dout_strides, b, h, Nq), i, Br, D, D_pad, False).to(tl.float32)
     O = load_tile(Rows(out, out_strides, b, h, Nq), i, Br, D, D_pad, False).to(tl.float32)
     row = i + tl.arange(0, Br)
-    lse_i = load_numbers(lse, Nq, bh, i, Nq, Br, False)
+    lse_i = load_row_stats(lse, Nq, bh, i, Nq, Br, False)
     rows = bh.to(tl.int64) * stride + row
     tl.store(delta + rows, tl.sum(dO * O, 1), mask=row < Nq)
     tl.store(lse_2 + rows, in_base_2(lse_i), mask=row < Nq)
@@ -148,8 +148,8 @@ def visit_queries(
     for i in range(begin, end, Br):
         Q_i = load_tile(queries.Q, i, Br, D, K_j.shape[1], TMA)  # (Br, D)
         dO_i = load_tile(queries.dO, i, Br, D, K_j.shape[1], TMA)  # beyond Nq it is 0, and adds nothing
-        lse_i = load_numbers(queries.lse_2, stride, bh, i, Nq, Br, TMA)  # (Br,)
-        delta_i = load_numbers(queries.delta, stride, bh, i, Nq, Br, TMA)
+        lse_i = load_row_stats(queries.lse_2, stride, bh, i, Nq, Br, TMA)  # (Br,)
+        delta_i = load_row_stats(queries.delta, stride, bh, i, Nq, Br, TMA)
         query, key = i + tl.arange(0, Br), j + tl.arange(0, K_j.shape[0])
         S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
         dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")  # (Bc, Br)
@@ -163,7 +163,7 @@ def visit_queries(
 
 
 @triton.jit(do_not_specialize=["Hk", "Nq", "Nk", "stride"])  # so that one compiled kernel serves every length
-def keys_kernel(
+def dkdv_kernel(
     dout, q, k, v, lse_2, delta, dk, dv, dout_strides, q_strides, k_strides, v_strides, dk_strides, stride,
     Hk, group, Nq, Nk, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr, TMA: tl.constexpr
@@ -215,7 +215,7 @@ def visit_keys(
 
 
 @triton.jit(do_not_specialize=["H", "Nq", "Nk", "stride"])
-def queries_kernel(
+def dq_kernel(
     dout, q, k, v, lse_2, delta, dq, dout_strides, q_strides, k_strides, v_strides, dq_strides, stride,
     H, group, Nq, Nk, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr, TMA: tl.constexpr
@@ -234,8 +234,8 @@ def queries_kernel(
         # Adding 0 is such a computation. It only pays for tiles that the copy engine loaded, and above head_dim 128
         # there are too few registers.
         Q_i, dO_i = Q_i + 0.0, dO_i + 0.0
-    lse_i = load_numbers(lse_2, stride, bh, i, Nq, Br, TMA)  # (Br,)
-    own = Queries(Q_i, dO_i, lse_i, load_numbers(delta, stride, bh, i, Nq, Br, TMA))
+    lse_i = load_row_stats(lse_2, stride, bh, i, Nq, Br, TMA)  # (Br,)
+    own = Queries(Q_i, dO_i, lse_i, load_row_stats(delta, stride, bh, i, Nq, Br, TMA))
     full, end = Nk, Nk  # all of these queries see all keys before `full`, none sees a key from `end` on
     if CAUSAL:
         full = tl.minimum(Nk, tl.maximum(0, i + 1 + Nk - Nq))
@@ -290,8 +290,8 @@ def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, tile=
         """dout, q, k, v, lse_2 and delta as a kernel with these tiles takes them."""
         if not TMA:
             return *tensors, lse_2, delta
-        numbers = [TensorDescriptor(x, [B * H, Nq], [stride, 1], [1, Br]) for x in (lse_2, delta)]
-        return *(describe(x, n, D_pad) for x, n in zip(tensors, (Br, Br, Bc, Bc), strict=True)), *numbers
+        row_stats = [TensorDescriptor(x, [B * H, Nq], [stride, 1], [1, Br]) for x in (lse_2, delta)]
+        return *(describe(x, n, D_pad) for x, n in zip(tensors, (Br, Br, Bc, Bc), strict=True)), *row_stats
 
     def results(*grads, rows):
         return [describe(grad, rows, D_pad) for grad in grads] if TMA else grads
@@ -301,14 +301,14 @@ def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, tile=
         delta_kernel, B * H * triton.cdiv(Nq, 64), dout, out, lse, lse_2, delta, strides[0], out.stride()[:3], stride,
         H, Nq, D=D, D_pad=D_pad, Br=64,
     )  # fmt: skip
-    how = options(KEYS_TILES)
+    how = options(DKDV_TILES)
     record.launch(
-        keys_kernel, B * Hk * triton.cdiv(Nk, how["Bc"]), *inputs(**how), *results(dk, dv, rows=how["Bc"]), *strides,
+        dkdv_kernel, B * Hk * triton.cdiv(Nk, how["Bc"]), *inputs(**how), *results(dk, dv, rows=how["Bc"]), *strides,
         dk.stride()[:3], stride, Hk, H // Hk, Nq, Nk, scale, **how,
     )  # fmt: skip
-    how = options(QUERIES_TILES if TMA else QUERIES_TILES_BY_POINTERS)
+    how = options(DQ_TILES if TMA else DQ_TILES_BY_POINTERS)
     record.launch(
-        queries_kernel, B * H * triton.cdiv(Nq, how["Br"]), *inputs(**how), *results(dq, rows=how["Br"]), *strides,
+        dq_kernel, B * H * triton.cdiv(Nq, how["Br"]), *inputs(**how), *results(dq, rows=how["Br"]), *strides,
         dq.stride()[:3], stride, H, H // Hk, Nq, Nk, scale, **how,
     )  # fmt: skip
     return dq, dk, dv

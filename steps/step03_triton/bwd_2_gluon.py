@@ -28,8 +28,11 @@ arrival by a named barrier, which saves one of the three. Too few registers: dK 
 step begins, which makes ptxas serialise all products.
 Spills: at most three words a step at D = 64, none at D = 128; some 20 before and after the steps.
 Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
-one program a multiprocessor. Needs torch, Triton 3.6 to 3.9 and a Hopper GPU; bwd_1_tma.py, fwd_3_gluon.py, replay.py.
+one program a multiprocessor. Needs torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_1_tma.py, fwd_3_gluon.py, scheduler.py
+and replay.py.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,12 +47,61 @@ from . import fwd_3_gluon
 from .bwd_1_tma import delta_kernel
 from .fwd_3_gluon import aligned, async_load, async_store, copy, describe, out_of_pairs
 from .replay import replayed
+from .scheduler import Lengths
 
 of_memory = gl.shared_memory_descriptor
 reinterpret = getattr(of_memory, "reinterpret", None) or of_memory._reinterpret  # its name before Triton 3.9
 Bc = gl.constexpr(128)  # keys of a program, 64 a warpgroup
 STAGES = gl.constexpr(3)  # tiles of queries in shared memory: one in use, the next one, and one on its way
 TILES = {64: 128, 128: 64}  # Br by the columns of a tile in shared memory, so that dQ_i has 64 x 64 for a warpgroup
+
+
+class Inputs(NamedTuple):
+    """Descriptors of what is loaded."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse_2: Any
+    delta: Any
+
+
+class Queries(NamedTuple):
+    """The stages in shared memory for tiles of queries, and the barriers at which what is loaded into them arrives."""
+
+    Q: Any
+    dO: Any
+    lse_2: Any
+    delta: Any
+    full: Any
+
+
+class Keys(NamedTuple):
+    """K_j and V_j in shared memory, and the barrier at which they arrive."""
+
+    K: Any
+    V: Any
+    full: Any
+
+
+class Operands(NamedTuple):
+    """K_j and V_j as matrices."""
+
+    K_left: Any  # as the left operand of S^T: in shared memory, or in pairs
+    K: Any
+    V: Any
+
+
+class WorkTile(NamedTuple):
+    """What a program computes: the keys from j on, with the tiles of queries from first_tile to tiles - 1."""
+
+    b: Any
+    hk: Any
+    h: Any  # the first query head of the group
+    j: Any
+    first_tile: Any
+    tiles: Any
 
 
 @gluon.constexpr_function
@@ -60,8 +112,8 @@ def layout(columns, across=1):
 
 
 @gluon.jit
-def matrix(tiles, room):
-    return tiles.index(room).reshape((tiles.shape[3], tiles.shape[4]))
+def matrix(tiles, stage):
+    return tiles.index(stage).reshape((tiles.shape[3], tiles.shape[4]))
 
 
 @gluon.jit
@@ -73,33 +125,31 @@ def make_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def produce(inputs, rooms, keys, ready, place, span, lengths):
-    """Loads K_j, V_j, and the tiles of queries from the last to `first`, of each head that shares the key head.
+def produce(inputs, queries, keys, ready, work, lengths):
+    """Loads K_j, V_j, and the tiles of queries from the last to the first, of each head that shares the key head.
 
     All programs of a head begin with the same tile, so that it is read from memory once, and then from the L2 cache.
     """
     q, k, v, dout, lse_2, delta = inputs
-    Q, dO, lse_i, delta_i, full = rooms
-    K, V, arrived = keys
-    b, hk, h, j = place
-    first, tiles = span
+    b, hk, h, j, first_tile, tiles = work
     H, group, Nq, Nk = lengths
-    mbarrier.expect(arrived.index(0), 2 * k.block_type.nbytes)
-    async_load(k, [b, hk, j, 0], arrived.index(0), K.index(0))
-    async_load(v, [b, hk, j, 0], arrived.index(0), V.index(0))
+    mbarrier.expect(keys.full.index(0), 2 * k.block_type.nbytes)
+    async_load(k, [b, hk, j, 0], keys.full.index(0), keys.K.index(0))
+    async_load(v, [b, hk, j, 0], keys.full.index(0), keys.V.index(0))
     n = 0
     for g in range(group):
         row = b * H + h + g
-        for passed in range(0, tiles - first):
-            room, i = n % STAGES, (tiles - 1 - passed) * q.block_type.shape[2]
+        for passed in range(0, tiles - first_tile):
+            stage, i = n % STAGES, (tiles - 1 - passed) * q.block_type.shape[2]
             # When dS of step n - 2 is ready, step n - 3 has ended, whose tiles were in this stage. A wait names a phase
             # by its parity, and a new barrier behaves as if the phase before phase 0 were complete.
             mbarrier.wait(ready.index(n - 2 & 1), n - 2 >> 1 & 1)
-            mbarrier.expect(full.index(room), 2 * q.block_type.nbytes + 2 * lse_2.block_type.nbytes)
-            async_load(q, [b, h + g, i, 0], full.index(room), Q.index(room))
-            async_load(dout, [b, h + g, i, 0], full.index(room), dO.index(room))
-            async_load(lse_2, [row, i], full.index(room), lse_i.index(room))
-            async_load(delta, [row, i], full.index(room), delta_i.index(room))
+            full = queries.full.index(stage)
+            mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse_2.block_type.nbytes)
+            async_load(q, [b, h + g, i, 0], full, queries.Q.index(stage))
+            async_load(dout, [b, h + g, i, 0], full, queries.dO.index(stage))
+            async_load(lse_2, [row, i], full, queries.lse_2.index(stage))
+            async_load(delta, [row, i], full, queries.delta.index(stage))
             n += 1
 
 
@@ -159,11 +209,11 @@ def load_pairs(K):
 
 
 @gluon.jit
-def scores(K, rooms, n):
+def scores(K, queries, n):
     """Starts S^T = K_j Q_i^T of step n, as soon as Q_i has come. K_j is in shared memory, or in pairs."""
-    Q, dO, lse, delta, full = rooms
+    Q = queries.Q
     Br: gl.constexpr = Q.shape[3]
-    mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
+    mbarrier.wait(queries.full.index(n % STAGES), n // STAGES & 1)
     zeros = gl.full((Bc, Br), 0, gl.float32, layout(Br))
     if Br == 128:
         K = out_of_pairs(K, Q.dtype)
@@ -172,27 +222,27 @@ def scores(K, rooms, n):
 
 
 @gluon.jit
-def step(state, keys, rooms, dS_rooms, ready, dq, t, n, steps, seen_from, scale_log2, MASKED: gl.constexpr):
+def step(state, operands, queries, dS_stages, ready, dq, t, n, steps, seen_from, scale_log2, MASKED: gl.constexpr):
     """From (S^T of step n, of tile t, dK, dV) to (S^T of the next step, dK, dV), and adds to dq."""
     S, dK, dV = state
-    K_left, K, V = keys
-    Q, dO, lse, delta, full = rooms
+    K_left, K, V = operands
+    Q, dO, lse_2, delta, full = queries
     Br: gl.constexpr = Q.shape[3]
     D_pad: gl.constexpr = Q.shape[4]
     query: gl.constexpr = gl.SliceLayout(0, S.type.layout)
-    room = n % STAGES
-    Q_i, dO_i, dS_i = matrix(Q, room), matrix(dO, room), dS_rooms.index(n & 1)
+    stage = n % STAGES
+    Q_i, dO_i, dS_i = matrix(Q, stage), matrix(dO, stage), dS_stages.index(n & 1)
     zeros = gl.full((Bc, Br), 0, gl.float32, S.type.layout)
     dP = warpgroup_mma(V, dO_i.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if MASKED:
         S = gl.where(gl.arange(0, Br, query)[None, :] >= (seen_from - t * Br)[:, None], S, float("-inf"))
-    lse_i = lse.index(room).reshape((Br,)).load(query)
+    lse_i = lse_2.index(stage).reshape((Br,)).load(query)
     # No P is larger than 1. Rounding could make it larger where the scores are huge, and even infinite.
     P = rounded(gl.exp2(gl.minimum(S * scale_log2 - lse_i[None, :], 0.0)), Q.dtype)
     # As a left operand P stays in registers, every number in its thread. So does dS.
     dV = warpgroup_mma(gl.convert_layout(P, gl.DotOperandLayout(0, dV.type.layout, 2)), dO_i, dV, is_async=True)
     dP = warpgroup_mma_wait(1, (dP,))  # all products but the last one have ended
-    delta_i = delta.index(room).reshape((Br,)).load(query)
+    delta_i = delta.index(stage).reshape((Br,)).load(query)
     dS = (widened(P) * (dP - delta_i[None, :])).to(Q.dtype)
     dS_i.store(dS)
     hopper.fence_async_shared()  # the products must see what was stored
@@ -201,7 +251,7 @@ def step(state, keys, rooms, dS_rooms, ready, dq, t, n, steps, seen_from, scale_
     zeros = gl.full((Br, D_pad), 0, gl.float32, layout(D_pad, 128 // Br))
     dQ = warpgroup_mma(dS_i.permute((1, 0)), K, zeros, use_acc=False, is_async=True)
     dV = warpgroup_mma_wait(1, (dV,))  # P needs no registers any more
-    S = scores(K_left, rooms, gl.minimum(n + 1, steps - 1))  # after the last step nobody uses it
+    S = scores(K_left, queries, gl.minimum(n + 1, steps - 1))  # after the last step nobody uses it
     dS = gl.convert_layout(dS, gl.DotOperandLayout(0, dK.type.layout, 2))
     dK = warpgroup_mma(dS, Q_i, dK, is_async=True)
     dQ = warpgroup_mma_wait(2, (dQ,))
@@ -211,14 +261,12 @@ def step(state, keys, rooms, dS_rooms, ready, dq, t, n, steps, seen_from, scale_
 
 
 @gluon.jit
-def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, span, lengths, scale):
+def consume(CAUSAL: gl.constexpr, dq, dk, dv, queries, keys, dS, ready, work, lengths, scale):
     """The 128 keys from j on."""
-    K_room, V_room, arrived = keys
-    b, hk, h, j = place
-    first, tiles = span
+    b, hk, h, j, first_tile, tiles = work
     H, group, Nq, Nk = lengths
-    Br: gl.constexpr = rooms[0].shape[3]
-    D_pad: gl.constexpr = rooms[0].shape[4]
+    Br: gl.constexpr = queries.Q.shape[3]
+    D_pad: gl.constexpr = queries.Q.shape[4]
     key = j + gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
     seen_from = gl.zeros_like(key)  # the first query that sees the key
     whole = 0  # the queries from here on see every key of the tile
@@ -228,18 +276,18 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, spa
     if j + Bc > Nk:
         whole = Nq
     seen_from = gl.where(key < Nk, seen_from, Nq + Br)
-    masked = gl.maximum(first, gl.minimum(tiles, gl.cdiv(gl.maximum(0, whole), Br)))
+    masked = gl.maximum(first_tile, gl.minimum(tiles, gl.cdiv(gl.maximum(0, whole), Br)))
     scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
-    mbarrier.wait(arrived.index(0), 0)
-    K, V = matrix(K_room, 0), matrix(V_room, 0)
-    K_left = K  # as a left operand, of S^T
+    mbarrier.wait(keys.full.index(0), 0)
+    K, V = matrix(keys.K, 0), matrix(keys.V, 0)
+    K_left = K
     if Br == 128:
         K_left = load_pairs(K)
     dK = gl.full((Bc, D_pad), 0, gl.float32, layout(D_pad))
     dV = dK
-    steps = (tiles - first) * group  # at least one, because the last query sees every key
-    S = warpgroup_mma_wait(0, (scores(K_left, rooms, 0),))
-    state, keys = (S, dK, dV), (K_left, K, V)
+    steps = (tiles - first_tile) * group  # at least one, because the last query sees every key
+    S = warpgroup_mma_wait(0, (scores(K_left, queries, 0),))
+    state, operands = (S, dK, dV), Operands(K_left, K, V)
     n = 0
     for g in range(group):  # the query heads that share this key head
         dq_g = dq + (b * H + h + g).to(gl.int64) * tiles * Br * D_pad
@@ -247,23 +295,23 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, spa
             # The maximum is always the first argument. But without gl.maximum the compiler orders a step's instructions
             # in another way, which takes up to 10 % longer at D = 128.
             t = gl.maximum(tiles - 1 - passed, masked)
-            state = step(state, keys, rooms, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, False)
+            state = step(state, operands, queries, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, False)
             n += 1
-        for passed in range(0, masked - first):
+        for passed in range(0, masked - first_tile):
             t = masked - 1 - passed
-            state = step(state, keys, rooms, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, True)
+            state = step(state, operands, queries, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, True)
             n += 1
     S, dK, dV = state
     K.store((dK * scale).to(K.dtype))  # no product needs K_j and V_j any more: dK and dV are stored from their place
     V.store(dV.to(V.dtype))
     hopper.fence_async_shared()  # TMA must see what was stored
-    async_store(dk, [b, hk, j, 0], K_room.index(0))
-    async_store(dv, [b, hk, j, 0], V_room.index(0))
+    async_store(dk, [b, hk, j, 0], keys.K.index(0))
+    async_store(dv, [b, hk, j, 0], keys.V.index(0))
     tma.store_wait(0)  # the shared memory must live until TMA has read it
 
 
 @gluon.jit
-def deal(tiles, causal, Nk, D_pad):
+def schedule(tiles, causal, Nk, D_pad):
     """This program's tile of keys and its head. The heads of a section are interleaved: all tiles 0, all tiles 1, ...
 
     When causal, tiles differ in length, and the longest ones come first. The more heads a section has, the shorter are
@@ -283,7 +331,7 @@ def deal(tiles, causal, Nk, D_pad):
 
 
 @gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
-def keys_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr):
+def backward_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr):
     Br: gl.constexpr = q.block_type.shape[2]
     Q = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_type.shape, q.layout)
     dO = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_type.shape, q.layout)
@@ -293,21 +341,21 @@ def keys_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale
     delta_i = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_2.block_type.shape, lse_2.layout)
     swizzled: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Bc, Br], gl.float16)
     dS = gl.allocate_shared_memory(q.dtype, [2, Bc, Br], swizzled)  # transposed: a row for each key
-    full, ready, arrived = make_barriers(STAGES), make_barriers(2), make_barriers(1)
+    of_queries, ready, of_keys = make_barriers(STAGES), make_barriers(2), make_barriers(1)
     tiles = gl.cdiv(Nq, Br)
-    tile, bhk = deal(gl.cdiv(Nk, Bc), CAUSAL, Nk, k.block_type.shape[3])
+    tile, bhk = schedule(gl.cdiv(Nk, Bc), CAUSAL, Nk, k.block_type.shape[3])
     j, Hk = tile * Bc, H // group
     b, hk = bhk // Hk, bhk % Hk
     h = hk * group
-    first = 0  # the first tile of queries of which one sees a key
+    first_tile = 0  # the first tile of queries of which one sees a key
     if CAUSAL:
-        first = gl.minimum(tiles, gl.maximum(0, j - (Nk - Nq)) // Br)
-    rooms, keys = (Q, dO, lse_i, delta_i, full), (K, V, arrived)
-    place, span, lengths = (b, hk, h, j), (first, tiles), (H, group, Nq, Nk)
+        first_tile = gl.minimum(tiles, gl.maximum(0, j - (Nk - Nq)) // Br)
+    queries, keys = Queries(Q, dO, lse_i, delta_i, of_queries), Keys(K, V, of_keys)
+    work, lengths = WorkTile(b, hk, h, j, first_tile, tiles), Lengths(H, group, Nq, Nk)
     # The first function runs on the kernel's own 8 warps, the second on a warp of its own, as in fwd_3_gluon.
     gl.warp_specialize([
-        (consume, (CAUSAL, dq, dk, dv, rooms, keys, dS, ready, place, span, lengths, scale)),
-        (produce, ((q, k, v, dout, lse_2, delta), rooms, keys, ready, place, span, lengths)),
+        (consume, (CAUSAL, dq, dk, dv, queries, keys, dS, ready, work, lengths, scale)),
+        (produce, (Inputs(q, k, v, dout, lse_2, delta), queries, keys, ready, work, lengths)),
     ], [1], [24])  # fmt: skip
 
 
@@ -327,12 +375,12 @@ def dq_kernel(sums, dq, Nq, scale, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.
 
 def refusal(q):
     """Why this kernel does not take q, shaped as in backward; None if it does."""
-    if q.shape[3] > 128:
-        return f"takes a head_dim up to 128; got {q.shape[3]}"
+    if q.shape[-1] > 128:
+        return f"takes a head_dim up to 128; got {q.shape[-1]}"
     return fwd_3_gluon.refusal(q)
 
 
-def describe_numbers(x, N, Br):
+def describe_row_stats(x, N, Br):
     """A descriptor of the first N numbers in each row of x (B * H, stride), with boxes of Br."""
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(x, [len(x), N], [x.stride(0), 1], [1, Br], plain)
@@ -370,10 +418,10 @@ def gradients(record, dout, q, k, v, lse_2, delta, causal, scale):
     Br = TILES[D_pad]
     tiles = B * H * triton.cdiv(Nq, Br)
     sums = record.new((tiles * Br * D_pad,), fill=0)
-    queries = [describe(x, Br, D_pad) for x in (q, dout)] + [describe_numbers(x, Nq, Br) for x in (lse_2, delta)]
+    queries = [describe(x, Br, D_pad) for x in (q, dout)] + [describe_row_stats(x, Nq, Br) for x in (lse_2, delta)]
     keys = [describe(x, Bc.value, D_pad) for x in (k, v, dk, dv)]
     record.launch(
-        keys_kernel, B * Hk * triton.cdiv(Nk, Bc.value), queries[0], *keys[:2], *queries[1:], sums, *keys[2:],
+        backward_kernel, B * Hk * triton.cdiv(Nk, Bc.value), queries[0], *keys[:2], *queries[1:], sums, *keys[2:],
         H, H // Hk, Nq, Nk, float(scale), CAUSAL=causal, num_warps=8, maxnreg=168,
     )  # fmt: skip
     record.launch(dq_kernel, tiles, sums, dq, Nq, float(scale), D=D, D_pad=D_pad, Br=Br, num_warps=8)

@@ -3,7 +3,7 @@
 
     Q_i stays on the chip; m = -inf, l = 0, O = 0
     for each tile of Bc keys:                         first those that all Br queries see, then those that need a mask
-        S     = Q_i K_j^T                             by tensor cores; for float32 see `products`
+        S     = Q_i K_j^T                             by tensor cores; for float32 see `dot_precision`
         m_new = max(m, rowmax S)
         alpha = 2^(c m - c m_new)                     c = scale log2(e): exp is computed as a power of 2
         P     = 2^(c S - c m_new)                     one fused multiply-add and one exp2 an entry
@@ -39,7 +39,7 @@ TILES = {
 }
 
 
-def products(x):
+def dot_precision(x):
     """How matrices like x are multiplied: "16 bits" and "tf32x3" by tensor cores, "ieee" without them.
 
     Tensor cores do not take float32. From sm_80 on they take tf32, which has 11 of its 24 bits. With x = a + b, where a
@@ -55,7 +55,7 @@ def products(x):
 
 
 def kind_of_tiles(x):
-    kind = products(x)
+    kind = dot_precision(x)
     hopper = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(x.device)[0] == 9
     return f"{kind}, Hopper" if kind == "16 bits" and hopper else kind
 
@@ -132,7 +132,7 @@ def factor_and_shift(m, scale_log2):
 def online_update(m, l, O, S, V_j, scale_log2, PRECISION: tl.constexpr):
     """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled, and the values V_j (Bc, D).
 
-    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l. PRECISION: see `products`.
+    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l. PRECISION: see `dot_precision`.
     """
     m_new = tl.maximum(m, tl.max(S, 1))
     unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
@@ -201,7 +201,7 @@ def forward(record, q, k, v, *, causal=False, scale=None, tile=None):
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
     D_pad = max(16, triton.next_power_of_2(D))  # tiles are powers of two, and a tensor core takes 16 columns
-    precision = "ieee" if q.element_size() == 2 else products(q)  # which Triton heeds for float32 only
+    precision = "ieee" if q.element_size() == 2 else dot_precision(q)  # which Triton heeds for float32 only
     Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else TILES[kind_of_tiles(q)][max(64, D_pad)]
     out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     record.launch(

@@ -37,6 +37,8 @@ Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (programs,), 9 or 1
 Gluon. Needs torch, scheduler.py, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -46,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .replay import replayed
-from .scheduler import order_of, place, programs_for, rounds_of
+from .scheduler import Lengths, Order, order_of, place, programs_for, rounds_of
 
 # Triton 3.9 has new names for the two directions of a copy.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -57,29 +59,46 @@ TILES = {64: (192, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the col
 SHORT = 2048  # queries below which three consumers are slower with a causal mask, because more of their tiles need it
 
 
-# A ring is (tiles, full, empty): a few stages in shared memory, each for one tile and with two barriers. A phase of
-# "full" is complete when all bytes of a tile have come, one of "empty" when its readers have finished with the tile.
-# Tile n is in stage (`room`) n % DEPTH and has phase n // DEPTH; a wait names the phase by its parity. A new barrier
-# behaves as if the phase before phase 0 were complete, so that the producer does not wait for its first stages.
+class Ring(NamedTuple):
+    """A few stages in shared memory, each for one tile and with two barriers.
+
+    A phase of `full` is complete when all bytes of a tile have come, one of `empty` when its readers have finished with
+    the tile. Tile n is in stage n % DEPTH and has phase n // DEPTH; a wait names the phase by its parity. A new barrier
+    behaves as if the phase before phase 0 were complete, so that the producer does not wait for its first stages.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+class Seen(NamedTuple):
+    """The first query sees the keys low ... high - 1, the next one those from low + 1 to high. None is no limit."""
+
+    low: Any
+    high: Any
+    Nk: Any
+
+
 @gluon.jit
 def make_ring(x, DEPTH: gl.constexpr, READERS: gl.constexpr):
     tiles = gl.allocate_shared_memory(x.dtype, [DEPTH] + x.block_type.shape, x.layout)
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    for room in gl.static_range(DEPTH):
-        mbarrier.init(full.index(room), count=1)
-        mbarrier.init(empty.index(room), count=READERS)
-    return tiles, full, empty
+    for stage in gl.static_range(DEPTH):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return Ring(tiles, full, empty)
 
 
 @gluon.jit
 def load(x, ring, n, where):
     """The producer: starts to copy tile n, which begins at these coordinates. TMA writes zeros beyond the edges."""
-    tiles, full, empty = ring
-    room, phase = n % tiles.shape[0], n // tiles.shape[0] & 1
-    mbarrier.wait(empty.index(room), phase ^ 1)
-    mbarrier.expect(full.index(room), x.block_type.nbytes)
-    async_load(x, where, full.index(room), tiles.index(room))
+    depth: gl.constexpr = ring.tiles.shape[0]
+    stage, phase = n % depth, n // depth & 1
+    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+    mbarrier.expect(ring.full.index(stage), x.block_type.nbytes)
+    async_load(x, where, ring.full.index(stage), ring.tiles.index(stage))
 
 
 # V_(n-1) is used together with K_n. So the two are loaded and released as a pair, with the barriers of K's ring, and V
@@ -88,12 +107,11 @@ def load(x, ring, n, where):
 @gluon.jit
 def load_pair(k, v, K, V, n, where, where_before):
     """The producer: starts to copy K_n and V_(n-1)."""
-    tiles, full, empty = K
-    room, phase = n % STAGES, n // STAGES & 1
-    mbarrier.wait(empty.index(room), phase ^ 1)
-    mbarrier.expect(full.index(room), k.block_type.nbytes + v.block_type.nbytes)
-    async_load(k, where, full.index(room), tiles.index(room))
-    async_load(v, where_before, full.index(room), V.index(room))
+    stage, phase = n % STAGES, n // STAGES & 1
+    mbarrier.wait(K.empty.index(stage), phase ^ 1)
+    mbarrier.expect(K.full.index(stage), k.block_type.nbytes + v.block_type.nbytes)
+    async_load(k, where, K.full.index(stage), K.tiles.index(stage))
+    async_load(v, where_before, K.full.index(stage), V.index(stage))
 
 
 @gluon.jit
@@ -105,23 +123,22 @@ def at(tiles, n):
 @gluon.jit
 def get(ring, n):
     """A consumer: waits until tile n has come, and returns it."""
-    tiles, full, empty = ring
-    mbarrier.wait(full.index(n % tiles.shape[0]), n // tiles.shape[0] & 1)
-    return at(tiles, n)
+    depth: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.full.index(n % depth), n // depth & 1)
+    return at(ring.tiles, n)
 
 
 @gluon.jit
 def release(ring, n):
     """A reader: has finished with tile n."""
-    tiles, full, empty = ring
-    mbarrier.arrive(empty.index(n % tiles.shape[0]), count=1)
+    mbarrier.arrive(ring.empty.index(n % ring.tiles.shape[0]), count=1)
 
 
 @gluon.jit
 def produce(q, k, v, Q, K, V, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr):
     H, group, Nq, Nk = lengths
     consumers: gl.constexpr = Br // 64
-    Bc: gl.constexpr = K[0].shape[3]
+    Bc: gl.constexpr = K.tiles.shape[3]
     n = 0  # tiles of keys so far
     beyond = 0, 0, Nk, 0
     before = beyond  # where the last one of them begins
@@ -148,15 +165,16 @@ def named_barrier(instruction, w):
 
 
 @gluon.jit
-def wait_turn(turn):
+def wait_turn(w):
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # an instruction for each thread
-    gl.inline_asm_elementwise(named_barrier("sync", turn[0]), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(named_barrier("sync", w), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(turn):
+def pass_turn(w, consumers):
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(named_barrier("arrive", turn[1]), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
+    following: gl.constexpr = (w + 1) % consumers
+    gl.inline_asm_elementwise(named_barrier("arrive", following), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -208,20 +226,17 @@ def start_output(O, P, V_n):
 
 
 @gluon.jit
-def mask(S, j, low, high, Nk):
-    """S (64, Bc), which starts at key j, with -inf where there is no key or the query does not see it.
-
-    The first query sees the keys low ... high - 1, the next one those from low + 1 to high. None is no limit.
-    """
+def mask(S, j, seen):
+    """S (64, Bc), which starts at key j, with -inf where there is no key or the query does not see it."""
     row = gl.arange(0, 64, gl.SliceLayout(1, S.type.layout))
     column = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))
-    end = gl.zeros_like(row) + (Nk - j)  # the row sees the columns before this one
-    if high is not None:
-        end = gl.minimum(end, row + (high - j))
-    seen = column[None, :] < end[:, None]
-    if low is not None:
-        seen = seen & (column[None, :] >= (row + (low - j))[:, None])
-    return gl.where(seen, S, float("-inf"))
+    end = gl.zeros_like(row) + (seen.Nk - j)  # the row sees the columns before this one
+    if seen.high is not None:
+        end = gl.minimum(end, row + (seen.high - j))
+    is_seen = column[None, :] < end[:, None]
+    if seen.low is not None:
+        is_seen = is_seen & (column[None, :] >= (row + (seen.low - j))[:, None])
+    return gl.where(is_seen, S, float("-inf"))
 
 
 @gluon.jit
@@ -233,7 +248,7 @@ def factor_and_shift(m, scale_log2):
 
 
 @gluon.jit
-def shares(P):
+def partial_sums(P):
     """The sums of P's rows, each still in four numbers: the columns that one thread holds."""
     return gl.sum(gl.sum(P.reshape((P.shape[0], P.shape[1] // 8, 4, 2)), 3), 1)
 
@@ -242,45 +257,43 @@ def shares(P):
 def online_softmax(m, l, S, scale_log2):
     """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_n^T (64, Bc), not scaled; m is its maximum.
 
-    l are `shares`, which are summed up once, at the end.
+    l are `partial_sums`, which are summed up once, at the end.
     """
     m_new = gl.maximum(m, gl.max(S, 1))
     unit = gl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     factor, shift = factor_and_shift(unit, scale_log2)
     alpha = gl.exp2((m - unit) * factor)
     P = gl.exp2(S * factor[:, None] - shift[:, None])
-    return m_new, gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] * l + shares(P), alpha, P
+    return m_new, gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] * l + partial_sums(P), alpha, P
 
 
 @gluon.jit
-def first_step(turn, Q_i, K, V, n, j, seen, scale_log2):
+def first_step(w, consumers, Q_i, K, V, n, j, seen, scale_log2):
     """(m, l, P, O) after a query's first tile of keys, which is tile n and starts at key j."""
-    low, high, Nk = seen
     K_n = get(K, n)
-    wait_turn(turn)
+    wait_turn(w)
     S = start_scores(Q_i, K_n)
-    pass_turn(turn)
+    pass_turn(w, consumers)
     S = warpgroup_mma_wait(0, (S,))
     release(K, n)
-    S = mask(S, j, low, high, Nk)
+    S = mask(S, j, seen)
     m = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout))
-    m, l, alpha, P = online_softmax(m, shares(gl.zeros_like(S)), S, scale_log2)
+    m, l, alpha, P = online_softmax(m, partial_sums(gl.zeros_like(S)), S, scale_log2)
     return m, l, in_pairs(P, V.dtype), gl.full((64, V.shape[-1]), 0, gl.float32, layout(V.shape[-1]))
 
 
 @gluon.jit
-def step(turn, state, Q_i, K, V, n, j, seen, scale_log2, MASKED: gl.constexpr):
+def step(w, consumers, state, Q_i, K, V, n, j, seen, scale_log2, MASKED: gl.constexpr):
     """Computes S of tile n, which starts at key j, and beside it adds P V of tile n - 1 to O."""
     m, l, P, O = state
-    low, high, Nk = seen
     K_n = get(K, n)
-    wait_turn(turn)
+    wait_turn(w)
     S = start_scores(Q_i, K_n)
     O = start_output(O, P, at(V, n))  # which is V_(n-1)
-    pass_turn(turn)
+    pass_turn(w, consumers)
     S = warpgroup_mma_wait(1, (S,))  # all products but the last one have ended
     if MASKED:
-        S = mask(S, j, low, high, Nk)
+        S = mask(S, j, seen)
     m, l, alpha, P = online_softmax(m, l, S, scale_log2)
     O = warpgroup_mma_wait(0, (O,))
     release(K, n)
@@ -296,17 +309,17 @@ def last_product(state, K, V, n):
 
 
 @gluon.jit
-def skip(turn, K, n):
+def skip(w, consumers, K, n):
     """Skips tile n, of which this consumer's queries see no key. It takes its turn, because the others wait for it."""
     get(K, n)
     release(K, n)
-    wait_turn(turn)
-    pass_turn(turn)
+    wait_turn(w)
+    pass_turn(w, consumers)
 
 
 @gluon.jit
 def lse_and_sum(m, l, scale):
-    """(lse, l) of 64 rows, from all shares of l."""
+    """(lse, l) of 64 rows, from the partial sums l."""
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     return m * scale + gl.log(l), l
@@ -323,7 +336,7 @@ def store_lse(lse, lse_i, head, length, i, end):
 @gluon.jit
 def store_rows(out, where, Q, n, O, l):
     """Stores O / l. It goes through the stage of Q's tile n, which is not needed any more."""
-    tile = Q[0].index(n % Q[0].shape[0])
+    tile = Q.tiles.index(n % Q.tiles.shape[0])
     inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, O.type.layout))
     tile.reshape((64, O.shape[1])).store((O * inverse[:, None]).to(out.dtype))
     hopper.fence_async_shared()  # TMA must see what was stored
@@ -335,42 +348,41 @@ def store_rows(out, where, Q, n, O, l):
 @gluon.jit
 def consume(w: gl.constexpr, consumers: gl.constexpr, out, lse, Q, K, V, lengths, order, scale, CAUSAL: gl.constexpr):
     """Warpgroup w: 64 queries of each tile."""
-    Bc: gl.constexpr = K[0].shape[3]
-    turn: gl.constexpr = (w, (w + 1) % consumers)
+    Bc: gl.constexpr = K.tiles.shape[3]
     H, group, Nq, Nk = lengths
     if w == consumers - 1:
-        pass_turn(turn)  # consumer 0 may begin
+        pass_turn(w, consumers)  # consumer 0 may begin
     n = 0  # tiles of keys so far
     for round in range(rounds_of(order, CAUSAL)):
         b, h, i, blocks = place(round, lengths, order, CAUSAL, 64 * consumers, Bc)
         i += 64 * w
-        seen = None, None, Nk
+        seen = Seen(None, None, Nk)
         needed, whole = blocks, Nk // Bc  # the first tiles of the keys: those with a key to see, those without a mask
         if CAUSAL:  # query i stands at position i + Nk - Nq
             high = i + 1 + Nk - Nq
-            seen = None, high, Nk
+            seen = Seen(None, high, Nk)
             whole = gl.minimum(Nk, gl.maximum(0, high)) // Bc
             if 64 * consumers > Bc:  # otherwise all consumers need the same tiles
                 needed = gl.minimum(blocks, gl.cdiv(gl.maximum(1, high + 63), Bc))
                 for _ in range(blocks - needed):
-                    skip(turn, K, n)
+                    skip(w, consumers, K, n)
                     n += 1
         Q_i = get(Q, round * consumers + w)
         j = (needed - 1) * Bc
-        state = first_step(turn, Q_i, K, V, n, j, seen, scale * LOG2_E)
+        state = first_step(w, consumers, Q_i, K, V, n, j, seen, scale * LOG2_E)
         masked = gl.maximum(1, needed - whole)
         if CAUSAL:  # otherwise only the first tile needs a mask
             for tile in range(1, masked):
-                state = step(turn, state, Q_i, K, V, n + tile, j - tile * Bc, seen, scale * LOG2_E, True)
+                state = step(w, consumers, state, Q_i, K, V, n + tile, j - tile * Bc, seen, scale * LOG2_E, True)
         for tile in range(masked, needed):
-            state = step(turn, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
+            state = step(w, consumers, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
         n += needed
         m, l, O = last_product(state, K, V, n)
         lse_i, l = lse_and_sum(m, l, scale)
         store_lse(lse, lse_i, b * H + h, Nq, i, Nq)
         store_rows(out, [b, h, i, 0], Q, round * consumers + w, O, l)
     if w == 0:
-        wait_turn(turn)  # a program must not end while a named barrier is half full
+        wait_turn(w)  # a program must not end while a named barrier is half full
 
 
 @gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk", "tiles", "section", "alternate"])  # one kernel for every length
@@ -378,30 +390,21 @@ def forward_kernel(
     q, k, v, out, lse, H, group, Nq, Nk, tiles, section, alternate, scale, CAUSAL: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    lengths, order = (H, group, Nq, Nk), (tiles, section, alternate)
+    lengths, order = Lengths(H, group, Nq, Nk), Order(tiles, section, alternate)
     Q_STAGES: gl.constexpr = 2 if q.block_type.shape[3] <= 128 else 1  # as many as there is memory for
     Q, K = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS)
     V = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
     # The first function runs on the kernel's own 4 warps. The two lists at the end are for the other functions: their
     # warps, and the registers of each of their threads. The first function gets the program's other registers.
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (consume, (0, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
-            (consume, (1, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
-            (produce, (q, k, v, Q, K, V, lengths, order, CAUSAL, 128)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
-            (consume, (1, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
-            (consume, (2, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
-            (produce, (q, k, v, Q, K, V, lengths, order, CAUSAL, 192)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (w, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)) if w < CONSUMERS else
+        (produce, (q, k, v, Q, K, V, lengths, order, CAUSAL, 64 * CONSUMERS)) for w in (0, 1, 2, 3)[:CONSUMERS + 1]
+    ], [4, 1] if CONSUMERS == 2 else [4, 4, 1], [240, 24] if CONSUMERS == 2 else [160, 160, 24])  # fmt: skip
 
 
 def refusal(q):
     """Why this kernel does not take q, shaped as in forward; None if it does."""
-    D = q.shape[3]
+    D = q.shape[-1]
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if q.dtype not in (torch.float16, torch.bfloat16) or D % 8 or not 0 < D <= 256:

@@ -30,18 +30,12 @@ from .cached import Cache, check_no_gradient, key_of
 ONE_AT_A_TIME = threading.RLock()
 
 
-def replayed(function):
-    """The function as a Replayed, to be called without its first argument."""
-    return Replayed(function)
+class replayed:
+    """Runs its function once for each layout of the tensors, which are among its arguments and options.
 
-
-def for_inference(function):
-    """The same for a function that nobody differentiates: it may be called where autograd records."""
-    return Replayed(function, for_inference=True)
-
-
-class Replayed:
-    """Runs its function once for each layout of the tensors, which are among its arguments and options."""
+    It is called without the function's first argument. for_inference: nobody differentiates the function, so it may be
+    called where autograd records.
+    """
 
     def __init__(self, function, for_inference=False):
         functools.update_wrapper(self, function)
@@ -73,6 +67,9 @@ class Replayed:
             recording = Recording([x for x in (*arguments, *options.values()) if isinstance(x, torch.Tensor)])
             results = recording.record(self.function, arguments, options)
         return results, lambda *tensors: recording.replay([x for x in tensors if x is not None])
+
+
+for_inference = functools.partial(replayed, for_inference=True)
 
 
 def check(q, k, v=None, dout=None, out=None, lse=None, **_):
@@ -188,6 +185,10 @@ class Recording:
         """The tensor that this function of torch gives for this one; its dtype is that of `like`, if given."""
         place = self.place(tensor)
         return self.step(lambda tensors: tensors.append(function(tensors[place])), like)
+
+    def in_float32(self, tensor):
+        """The tensor contiguous and in float32; None for None."""
+        return None if tensor is None else self.derive(lambda x: x.float().contiguous(), tensor)
 
     def launch(self, kernel, programs, *arguments, **constants):
         """kernel[grid](*arguments, **constants), for a grid of one or two dimensions."""

@@ -10,10 +10,29 @@ So a causal call gives out tiles from long to short, in snake order: forwards in
 a program with a longer tile gets a shorter one next. Needs torch and Triton.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+class Lengths(NamedTuple):
+    """How many of what a call has. Query heads h with the same h // group share a key head."""
+
+    H: Any
+    group: Any
+    Nq: Any
+    Nk: Any
+
+
+class Order(NamedTuple):
+    """The order of the tiles of a call: see `place`."""
+
+    tiles: Any  # of all heads
+    section: Any  # so many heads are computed together when causal
+    alternate: Any  # 1 if every other section begins with its shortest tiles, else 0
 
 
 @gluon.jit
@@ -28,7 +47,7 @@ def position(round, CAUSAL: gl.constexpr):
 @gluon.jit
 def rounds_of(order, CAUSAL: gl.constexpr):
     """How many tiles the program computes, one after the other: one in each round, but perhaps none in the last."""
-    whole, rest = order[0] // gl.num_programs(0), order[0] % gl.num_programs(0)
+    whole, rest = order.tiles // gl.num_programs(0), order.tiles % gl.num_programs(0)
     return whole + gl.where(position(whole, CAUSAL) < rest, 1, 0)
 
 
@@ -37,8 +56,8 @@ def place(round, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr, Bc: gl.
     """(b, h, i, blocks): in this round, the program computes the queries from i on, with `blocks` tiles of keys.
 
     These are the tiles with a key that some of the queries see; if there is none, one tile, in which all keys are
-    hidden. order: (tiles of all heads, section, alternate). When causal, the longest tiles of all heads of a section
-    come first, then their next ones, and so on. If `alternate`, every other section begins with the shortest ones.
+    hidden. When causal, the longest tiles of all heads of a section come first, then their next ones, and so on. If
+    `alternate`, every other section begins with the shortest ones.
     """
     H, group, Nq, Nk = lengths
     tiles_of_all, section, alternate = order

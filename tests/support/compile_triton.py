@@ -2,14 +2,16 @@
 
     python tests/support/compile_triton.py '[["fused", 80, "bfloat16", 128, true], ...]'
 
-An entry is (rung, compute capability, dtype, head_dim, causal). Prints a line of JSON for each kernel: what was asked,
-the kernel's name, its key in Triton's cache and a hash of its PTX without names, the threads and the bytes of shared
+An entry is (rung, compute capability, dtype, head_dim, causal), or the fields of a row of steps/course/bench/results
+that say what was launched of a feature, for a Hopper GPU. Prints a line of JSON for each kernel: what was asked, the
+kernel's name, its key in Triton's cache and a hash of its PTX without names, the threads and the bytes of shared
 memory of a program, a thread's registers, the bytes of them that ptxas spills, of rung gluon's backward also the words
 that it spills in every step, whether ptxas serialises wgmma instructions, and how often some instructions stand in the
 PTX.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -66,8 +68,8 @@ def assemble(ptx, capability):
 
 
 def normal(ptx):
-    """PTX without comments, line numbers, debug information and the names of kernels."""
-    ptx = re.sub(r"//.*|^\s*\.(loc|file)\b.*", "", ptx, flags=re.M)
+    """PTX without comments, line numbers and their labels, debug information and the names of kernels."""
+    ptx = re.sub(r"//.*|^\s*\.(loc|file)\b.*|^\s*\$L__tmp\d+:", "", ptx, flags=re.M)
     ptx = ptx.partition(".section\t.debug")[0]
     names = re.findall(r"\.entry (\w+)\(", ptx)
     for name in names:
@@ -135,7 +137,7 @@ def compile_all(launches):
         found = says | dict(capability=driver.capability, kernel=kernel.__name__, key=compiled.hash)
         found |= dict(shared=compiled.metadata.shared)
         found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
-        if "setmaxnreg" in ptx and kernel.__name__ == "keys_kernel":  # that of rung gluon alone has roles
+        if "setmaxnreg" in ptx and kernel.__name__ == "backward_kernel":  # that of rung gluon
             found |= dict(spilled_in_a_step=spilled_in_a_step(compiled.asm["cubin"]))
         found |= dict(text=hashlib.sha256(normal(ptx).encode()).hexdigest())
         found |= dict(registers=int(re.search(r"Used (\d+) registers", log)[1]))
@@ -151,8 +153,8 @@ def launch_rungs(wanted):
     from steps.step03_triton import fwd_3_gluon, rungs  # now that Triton has its driver
 
     fwd_3_gluon.refusal = lambda q: None  # it looks for a GPU
-    for rung, capability, dtype, D, causal in wanted:
-        yield dict(rung=rung, dtype=dtype, D=D, causal=causal), capability
+    for n, (rung, capability, dtype, D, causal) in enumerate(wanted):
+        yield dict(wanted=n, rung=rung, dtype=dtype, D=D, causal=causal), capability
         forward, backward = rungs.RUNGS[rung]
         N = fwd_3_gluon.SHORT  # from which on rung gluon has three consumers at head_dim 64
         x, lse = torch.zeros(1, 1, N, D, dtype=getattr(torch, dtype)), torch.zeros(1, 1, N)
@@ -161,5 +163,29 @@ def launch_rungs(wanted):
             backward(x, x, x, x, x, lse, causal=causal)
 
 
+def launch_rows(wanted):
+    """Launches what rows measured of stage 03's features, on zeros, because only layouts decide what is compiled."""
+    from steps.course.bench import grid, rows
+    from steps.step03_triton import features, fwd_3_gluon
+
+    fwd_3_gluon.refusal = features.flash_gluon.refusal = lambda q: None  # They look for a GPU.
+    torch.randn = lambda *shape, **_: torch.zeros(shape)
+    tasks = functools.cache(grid.features_at)
+    for n, row in enumerate(wanted):
+        yield dict(wanted=n), 90
+        B, H, Hk, N, Nk, D = (row[name] for name in ("B", "H", "Hk", "N", "Nk", "D"))
+        options, name = {"causal": row["causal"]}, row["options"]["feature"]
+        if name not in ("decode", "memory", "padded"):  # These have no other option.
+            (task,) = (task for task in tasks(N, H, D) if task.options["feature"] == name)
+            options |= task.entrants[0].forward.keywords
+        q, k = (torch.zeros(B, *x, D, dtype=rows.DTYPES[row["dtype"]]) for x in ((H, N), (Hk, Nk)))
+        kernel = getattr(features, row["kernel"])
+        if "fwd" in row["pass"]:
+            kernel.forward(q, k, k, **options)
+        if "bwd" in row["pass"]:
+            kernel.backward(q, q, k, k, q, torch.zeros(B, H, N), **options)
+
+
 if __name__ == "__main__":
-    compile_all(launch_rungs(json.loads(sys.argv[1])))
+    wanted = json.loads(sys.argv[1])
+    compile_all((launch_rows if isinstance(wanted[0], dict) else launch_rungs)(wanted))

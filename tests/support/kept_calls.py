@@ -43,10 +43,9 @@ class Way:
     features: dict = field(default_factory=dict)
     dtypes: tuple = (torch.float32,)
     D: int = 16
-    B: int = 2
 
     def inputs(self, N=5, dtype=None):
-        random, shape = torch.Generator().manual_seed(N), (self.B, 2, N, self.D)
+        random, shape = torch.Generator().manual_seed(N), (1, 2, N, self.D)
         return {name: torch.randn(shape, generator=random).to(dtype or self.dtypes[0]) for name in INPUTS}
 
     def changes(self):
@@ -120,11 +119,9 @@ def of_rung(stage, number, rung, alone):
     """A rung by the stage's functions, or by its kernels alone."""
     own = supports_of(stage, rung)
     dtypes = [dtype for dtype in own["dtypes"] if dtype != torch.float64]
-    small = {"dtypes": dtypes, "D": 32, "B": 2}
+    small = {"dtypes": dtypes, "D": 32}
     options, wrong = {"causal": False, "scale": 1.0}, {"causal": 0, "scale": True}
     others = {"causal": [True], "scale": [0.5]}
-    if number == "01":
-        small["B"] = 1  # Each of the simulator's threads is one of Python.
     if number == "02":  # Another dtype or tile would be compiled anew.
         small |= {"dtypes": dtypes[:1], "D": 32 if torch.float32 in dtypes else 64}
     elif number != "01" and not alone and len(own["tiles"]) > 1:
@@ -150,7 +147,7 @@ def of_features(stage):
     """Each feature is changed beside all that go together."""
     random = torch.Generator().manual_seed(9)
     tensors = {
-        "mask": torch.randn(2, 1, 5, 5, generator=random), "sinks": torch.tensor([0.5, -1.0]),
+        "mask": torch.randn(1, 1, 5, 5, generator=random), "sinks": torch.tensor([0.5, -1.0]),
         "alibi_slopes": torch.tensor([0.5, 0.25]), "seed": torch.tensor([7]),
     }  # fmt: skip
     options = {"causal": True, "scale": 1.0, "window": (3, 0), "softcap": 4.0, "dropout_p": 0.25, "first_key": 0}
@@ -170,10 +167,10 @@ def of_packed(stage):
     options = {"causal": False, "max_seqlen_q": 4, "max_seqlen_k": 4}
     others = {"causal": [True], "max_seqlen_q": [5, 33], "max_seqlen_k": [5, 33], "window": [(1, 0)]}
     wrong = {"causal": 0, "max_seqlen_q": 4.0, "max_seqlen_k": 4.0}
-    return Way(stage.forward, stage.backward, options, others, wrong, (), packed, DTYPES, B=1)
+    return Way(stage.forward, stage.backward, options, others, wrong, (), packed, DTYPES)
 
 
-LENGTHS = {"lengths_k": torch.tensor([3, 5], dtype=torch.int32), "sinks": torch.tensor([0.5, -1.0])}
+LENGTHS = {"lengths_k": torch.tensor([3], dtype=torch.int32), "sinks": torch.tensor([0.5, -1.0])}
 OF_LENGTHS = {"causal": [True], "scale": [0.5], "window": [(1, 0)], "softcap": [4.0]}
 
 

@@ -4,19 +4,20 @@
 
 For each row that is fresh there and stale here, its kernel is compiled by both trees at the row's dtype, head_dim and
 mask. If the machine code, or in stage 03 the PTX, is the same but for names and line numbers, the row gets the new
-hash. Otherwise it stays stale, and has to be measured again. It knows the rungs of stages 02 and 03. No GPU is needed.
+hash. Otherwise it stays stale, and has to be measured again. It knows stages 02 and 03. No GPU is needed.
 """
 
 import functools
-import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 STAGES = "02_fa2_cuda", "03_triton"
+FEATURES = "flash", "flash_gluon", "decode"  # the kernels of stage 03 that are no rungs
 HASHES = """
 import json, sys
 from steps.course.bench import rows
@@ -66,30 +67,48 @@ def run(tree, *command, text=None):
     return done.stdout
 
 
-@functools.cache
-def of_triton(tree, row):
-    """A hash of what the tree compiles for the row of stage 03, a line of JSON."""
-    one = json.loads(row)
-    dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[one["dtype"]]
-    words = {"fwd_0_fused": "fused", "fwd_1_tma": "tma", "fwd_2_roles": "roles", "fwd_3_gluon": "gluon"}
-    rung = words[one["kernel"].split("+")[0].split(":")[0]]
-    wanted = json.dumps([[rung, 90, dtype, one["D"], one["causal"]]])
-    made = run(tree, str(ROOT / "tests/support/compile_triton.py"), wanted)
-    return hashlib.sha256("".join(sorted(json.loads(line)["text"] for line in made.splitlines())).encode()).hexdigest()
-
-
 def machine_code(tree, keys):
     """{row, a line of JSON: what the tree compiles for it}. One process compiles all rows of stage 02."""
     cuda = [key for key in keys if json.loads(key)["stage"] == "02_fa2_cuda"]
     found = dict(zip(cuda, run(tree, "-c", CUDA, text="\n".join(cuda)).splitlines(), strict=True))
-    return found | {key: of_triton(tree, key) for key in keys if key not in found}
+    return found | {key: code_of_stage_03(tree)[key] for key in keys if key not in found}
+
+
+@functools.cache
+def code_of_stage_03(tree):
+    """{a row, as `key_of` it: hashes of the kernels that the tree compiles for it}. All are compiled together."""
+    from steps.course.bench import rows
+
+    lines = [line for path in rows.COMMITTED.glob("*.jsonl") for line in path.read_text().splitlines()]
+    keys = dict.fromkeys(key_of(row) for row in map(json.loads, lines) if row["stage"] == "03_triton")
+    wanted = {key: as_compiled(json.loads(key)) for key in keys}
+    found = defaultdict(list)
+    for kind in (list, dict):  # of rungs, and of features
+        ones = list({json.dumps(one): one for one in wanted.values() if isinstance(one, kind)}.values())
+        made = run(tree, str(ROOT / "tests/support/compile_triton.py"), json.dumps(ones))
+        for kernel in map(json.loads, made.splitlines()):
+            found[json.dumps(ones[kernel["wanted"]])].append(kernel["text"])
+    assert len(found) == len({json.dumps(one) for one in wanted.values()})
+    return {key: found[json.dumps(one)] for key, one in wanted.items()}
+
+
+def as_compiled(row):
+    """The entry of compile_triton.py for a row. A rung is compiled with both passes."""
+    if row["kernel"] in FEATURES:
+        return row
+    rung = row["kernel"].split("+")[0].split("_", 2)[2]
+    dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[row["dtype"]]
+    return [rung, 90, dtype, row["D"], row["causal"]]
 
 
 def key_of(row):
-    """What a row is compiled for, as a line of JSON."""
-    fields = "stage", "kernel", "gpu", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal"
-    sizes = fields if row["stage"] == "02_fa2_cuda" else ("stage", "kernel", "dtype", "D", "causal")
-    return json.dumps({name: row[name] for name in sizes})
+    """What of a row decides which machine code it ran, as a line of JSON."""
+    fields = ["stage", "kernel", "dtype", "D", "causal"]
+    if row["stage"] == "02_fa2_cuda":
+        fields += ["gpu", "B", "H", "Hk", "N", "Nk"]
+    if row["kernel"] in FEATURES:
+        fields += ["pass", "B", "H", "Hk", "N", "Nk", "options"]
+    return json.dumps({name: row[name] for name in fields})
 
 
 def main(old):

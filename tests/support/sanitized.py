@@ -159,7 +159,7 @@ TRITON = {
     "bwd_2_gluon": (HALVES, (64, 128)),
 }
 # Of the files with features the cases of feature_cases.py, and how many times as long as there with which head_dim.
-# decode has a few shares. Of more than 8, all warps hold the sums over the shares, and each stores them to the same
+# decode has a few splits. Of more than 8, all warps hold the sums over the splits, and each stores them to the same
 # place to lay them out anew: racecheck calls that a race.
 COMBINED = [names for names in feature_cases.COMBINED if "lengths" not in names]
 FEATURES = {

@@ -292,7 +292,8 @@ def parts_of(path):
 def launched_by(row):
     """Of a row of stage 02, {stem of the file: [(grid, block, bytes of shared memory, {macro: value}) of each kernel]}.
 
-    With a causal mask fwd_8_hopper also has {"order": (section, alternate)}, the order of its tiles.
+    Two kernels also have the order of their tiles: fwd_8_hopper with a causal mask {"order": (section, alternate)}, and
+    bwd_3_hopper {"key order": (ascending, section, alone)}.
     """
     stems, _, turned = row["kernel"].partition(":")
     gpu = cost.GPUS.get(row["gpu"], cost.GPUS["NVIDIA H200"])
@@ -305,6 +306,8 @@ def launched_by(row):
     for problem in problems.values():
         if problem.row is ladder.FORWARD["hopper"] and problem.causal:
             found["order"] = launches.order_of_tiles(problem)
+        if problem.row is ladder.BACKWARD["hopper"]:
+            found["key order"] = launches.order_of_key_tiles(problem)
     return found
 
 

@@ -15,7 +15,7 @@ from steps import engine
 from steps.course.bench import grid, timing
 from steps.course.bench.cost import Point
 
-TABLES = {"forward": "TILES", "keys": "KEYS_TILES", "queries": "QUERIES_TILES"}
+TABLES = {"forward": "TILES", "dkdv": "DKDV_TILES", "dq": "DQ_TILES"}
 
 
 def neighbours(row):

@@ -59,7 +59,7 @@ def windows():
         tile. Window (5, 5): a blue tile in each row, and orange ones on both sides.""")  # fmt: skip
 
 
-TRANSPOSED = "flash", "expand(B, H, Nq, Nk).stride()", "expand(B, H, Nq, Nk).mT.stride()"
+TRANSPOSED = "flash", "expand(sequences, H, Nq, Nk).stride()", "expand(sequences, H, Nq, Nk).mT.stride()"
 MISTAKES = {  # the setting in which they are run, the file, and the change
     "window one key too wide": ("window", "scores", "(seq.shift - f.left)", "(seq.shift - f.left - 1)"),
     "mask transposed": ("mask", *TRANSPOSED),

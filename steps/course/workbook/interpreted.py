@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
+ALIKE = "int1", "int32", "int64", "fp32"  # types of which an operation on two equal ones is done in that type
+
 
 class OnlyOnAGPU(Exception):
     """An answer that is right in the interpreter and not on a GPU. `account` is as that of failure.account."""
@@ -23,8 +25,8 @@ class OnlyOnAGPU(Exception):
 
 
 def faster(replace=setattr):
-    """From now on two things are left out: checking each addition of integers for overflow, and computing anew what
-    follows from a type. replace: as setattr.
+    """From now on three things are left out: checking each addition of integers for overflow, computing anew what
+    follows from a type, and making anew a constant. replace: as setattr.
     """
     replace(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
 
@@ -39,6 +41,45 @@ def faster(replace=setattr):
         return numpys[name]
 
     replace(interpreter, "_get_np_dtype", np_dtype)
+    semantic = interpreter.interpreter_semantic
+    replace(semantic, "scalar_constant", _constants(semantic.scalar_constant))
+    replace(semantic, "binary_op_type_checking_impl", _operands(semantic.binary_op_type_checking_impl, semantic))
+
+
+def _constants(plain):
+    """The plain scalar_constant, which makes each constant of a type once."""
+    found = {}
+
+    def scalar_constant(value, dtype):
+        key = type(value), value, dtype.name
+        if key not in found:
+            found[key] = plain(value, dtype)
+        return found[key]
+
+    return scalar_constant
+
+
+def _operands(plain, semantic):
+    """The plain check of an operation's two operands, without most of its questions where both are of one type."""
+
+    def operands(lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        if arithmetic_check:
+            lhs, rhs = _constant(lhs, rhs, semantic), _constant(rhs, lhs, semantic)
+        if not (type(lhs) is type(rhs) is tl.tensor and lhs.dtype.name == rhs.dtype.name in ALIKE):
+            return plain(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        return (lhs, rhs) if lhs.type.name == rhs.type.name else semantic.broadcast_impl_value(lhs, rhs)
+
+    return operands
+
+
+def _constant(x, other, semantic):
+    """x as a constant of the tile's type if it is a number that becomes one; otherwise as it is."""
+    if type(other) is tl.tensor and (
+        other.dtype.name == "fp32" and type(x) in (int, float)
+        or other.dtype.name == "int32" and type(x) is int and -(2**31) <= x < 2**31
+    ):
+        return semantic.scalar_constant(x, other.dtype)
+    return x
 
 
 def _kept(plain, key):

@@ -38,7 +38,6 @@ SCHEMA = (
 )
 OF_FLASH = ("causal", "scale", "tile", *(name for name in DEFAULTS if name not in ("lengths_k", "check")))
 OF_DECODE = "causal", "scale", *options.OF_DECODE
-ON_HOPPER = {*flash_gluon.OPTIONS}
 
 
 def take_wanted(given):
@@ -74,7 +73,7 @@ def forward_kernel(q, k, f, gradient):
         kernel, names = decode.forward, OF_DECODE
     elif not asked:
         return None
-    elif free and k.numel() and ON_HOPPER.issuperset(asked) and flash_gluon.fits(q, used):
+    elif free and k.numel() and flash_gluon.fits(q, used):
         kernel, names = flash_gluon.forward, flash_gluon.OPTIONS
     else:
         kernel, names = flash.forward, (*OF_FLASH, *CARRIED) if carried else OF_FLASH
@@ -86,8 +85,6 @@ def backward_kernel(q, k, f, wanted):
     if not f.get("asked"):
         return None
     free = f["tile"] is None and not f["deterministic"]
-    if q.ndim < 4:
-        q = q[(None,) * (4 - q.ndim)]
     if free and k.numel() and flash_gluon.fits_backward(q, f["asked"]):
         kernel, names = flash_gluon.backward, ("causal", "scale", "sinks")
     else:

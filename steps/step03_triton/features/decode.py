@@ -4,7 +4,7 @@
     split_kernel   m_s, l_s, O_s = the online softmax over one split s of the keys, in base 2 with c = scale log2(e)
                    The first split begins with the sink, one more key of value 0: m = sink, l = 1, O = 0. With sinks
                    all scores are in natural units, c = log2(e), because sink / scale may be too large for float32.
-    merge_kernel   m = max m_s,  w_s = 2^(c (m_s - m)),  l = sum w_s l_s,  out = sum w_s O_s / l,  lse = scale m + log l
+    combine_kernel m = max m_s,  w_s = 2^(c (m_s - m)),  l = sum w_s l_s,  out = sum w_s O_s / l,  lse = scale m + log l
                    If there is only one split, split_kernel stores out = O / l itself.
 
 The idea: a new token has one query a head. One program a head would leave most multiprocessors empty, and each head of
@@ -20,6 +20,7 @@ scores.py.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,6 +37,45 @@ LEAST_KEYS = 1024  # With fewer the second launch costs more than the first one 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+class Inputs(NamedTuple):
+    """The tensors that split_kernel reads."""
+
+    q: Any
+    k: Any
+    v: Any
+    lengths_k: Any  # or None
+    sinks: Any  # or None
+
+
+class Strides(NamedTuple):
+    """Of batch, head and row."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Splits(NamedTuple):
+    """What the splits leave behind, for each batch entry, head and query one after the other."""
+
+    O: Any
+    m: Any
+    l: Any  # None if there is only one split: then O is out, and m is lse
+
+
+class Slopes(NamedTuple):
+    """Those of ALiBi."""
+
+    x: Any
+    stride: Any  # of batch
+
+
+@triton.jit
+def offsets(strides, b, h, row):
+    """Where these rows of head h, or each of its own head, begin in batch entry b. b and h have 64 bits."""
+    return b * strides[0] + h * strides[1] + row.to(tl.int64) * strides[2]
+
+
 @triton.jit
 def load_tile(x, offset, exists, D: tl.constexpr, D_pad: tl.constexpr):
     """The rows that begin at x + offset, as a tile (rows, D_pad) with zeros where a row or a column does not exist."""
@@ -48,13 +88,16 @@ def online_update(m, l, O, S, V_j, c):
     """(m, l, O) after one more tile of keys, with S = Q K_j^T (Br, Bc), not scaled, and the values V_j (Bc, D)."""
     m_new = tl.maximum(m, tl.max(S, 1))
     unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
-    alpha, P = tl.exp2((m - unit) * c), tl.exp2((S - unit[:, None]) * c)
-    return m_new, alpha * l + tl.sum(P, 1), tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
+    alpha = tl.exp2((m - unit) * c)
+    P = tl.exp2((S - unit[:, None]) * c)
+    l = alpha * l + tl.sum(P, 1)
+    O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
+    return m_new, l, O
 
 
 @triton.jit
-def changed(S, distance, scale, softcap, slope):
-    """The scores in natural units from Q K_j^T (Br, Bc), with the soft-cap and ALiBi; distance: position - key."""
+def softcap_and_alibi(S, distance, scale, softcap, slope):
+    """The scores in natural units from Q K_j^T (Br, Bc); distance: position - key."""
     S *= scale
     if softcap is not None:
         S = tanh(S / softcap, None) * softcap
@@ -64,64 +107,80 @@ def changed(S, distance, scale, softcap, slope):
 
 
 @triton.jit(do_not_specialize=["Hk", "group", "Nq", "Nk", "left", "right"])  # so that one kernel serves every length
-def split_kernel(q, k, v, lengths_k, sinks, O_s, m_s, l_s, q_strides, k_strides, v_strides, Hk, group, Nq, Nk, scale,
-                 left, right, softcap, slopes,
-                 CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
-    tiles, s, splits = tl.cdiv(group * Nq, Br), tl.program_id(1), tl.num_programs(1)
+def split_kernel(
+    inputs, splits, strides, Hk, group, Nq, Nk, scale, left, right, softcap, slopes,
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+):
+    q, k, v, lengths_k, sinks = inputs
+    tiles = tl.cdiv(group * Nq, Br)
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # Offsets have 64 bits: a tensor may have more than 2^31 entries.
-    b, hk = bh // Hk, bh % Hk
+    b = bh // Hk
+    hk = bh % Hk
     length = Nk if lengths_k is None else tl.minimum(tl.load(lengths_k + b), Nk)
     row = tl.program_id(0) % tiles * Br + tl.arange(0, Br)  # Nq rows for each of the `group` heads
-    h, i, exists = hk * group + row // Nq, row % Nq, row < group * Nq
+    h = hk * group + row // Nq
+    i = row % Nq
+    exists = row < group * Nq
     position = i + length - Nq
     last = tl.where(CAUSAL, position, length - 1)  # the last key that a query sees
-    first, slope = 0, None  # No query sees a key before `first`.
+    first = 0  # No query sees a key before it.
+    slope = None
     if left is not None:
         first = tl.maximum(length - Nq - left, 0)
     if right is not None:
         last = tl.minimum(last, position + right)
-    if slopes is not None:  # (numbers, stride of batch)
-        slope = tl.load(slopes[0] + b * slopes[1] + h, mask=exists, other=0.0)
-    Q = load_tile(q, b * q_strides[0] + h * q_strides[1] + i.to(tl.int64) * q_strides[2], exists, D, D_pad)  # (Br, D)
-    m_scale = scale  # m_scale m is in natural units. `changed` has scaled the scores already.
+    if slopes is not None:
+        slope = tl.load(slopes.x + b * slopes.stride + h, mask=exists, other=0.0)
+    Q = load_tile(q, offsets(strides.q, b, h, i), exists, D, D_pad)  # (Br, D)
+    m_scale = scale  # m_scale m is in natural units. `softcap_and_alibi` has scaled the scores already.
     if softcap is not None or slope is not None or sinks is not None:
         m_scale = 1.0
-    m, l, O = tl.full((Br,), float("-inf"), tl.float32), tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
+    m = tl.full((Br,), float("-inf"), tl.float32)
+    l = tl.zeros((Br,), tl.float32)
+    O = tl.zeros((Br, D_pad), tl.float32)
     if sinks is not None:
-        if s == 0:
-            m, l = tl.load(sinks + h, mask=exists, other=0.0), l + 1
-    share = tl.cdiv(tl.cdiv(length - first, Bc), splits) * Bc
-    for j in range(first + s * share, tl.minimum(first + (s + 1) * share, length), Bc):
+        if split == 0:
+            m = tl.load(sinks + h, mask=exists, other=0.0)
+            l = l + 1
+    keys = tl.cdiv(tl.cdiv(length - first, Bc), num_splits) * Bc  # of a split
+    for j in range(first + split * keys, tl.minimum(first + (split + 1) * keys, length), Bc):
         key = j + tl.arange(0, Bc).to(tl.int64)
-        K_j = load_tile(k, b * k_strides[0] + hk * k_strides[1] + key * k_strides[2], key < length, D, D_pad)  # (Bc, D)
-        V_j = load_tile(v, b * v_strides[0] + hk * v_strides[1] + key * v_strides[2], key < length, D, D_pad)
+        K_j = load_tile(k, offsets(strides.k, b, hk, key), key < length, D, D_pad)  # (Bc, D)
+        V_j = load_tile(v, offsets(strides.v, b, hk, key), key < length, D, D_pad)
         S = tl.dot(Q, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         if softcap is not None or slope is not None or sinks is not None:
-            S = changed(S, position[:, None] - key[None, :], scale, softcap, slope)
+            S = softcap_and_alibi(S, position[:, None] - key[None, :], scale, softcap, slope)
         S = tl.where(tl.arange(0, Bc)[None, :] <= last[:, None] - j, S, float("-inf"))
         if left is not None:
             S = tl.where(tl.arange(0, Bc)[None, :] >= position[:, None] - left - j, S, float("-inf"))
         m, l, O = online_update(m, l, O, S, V_j, m_scale * LOG2_E)
-    if l_s is None:  # the only split: O_s is out, and m_s is lse
+    if splits.l is None:
         l = tl.where(l == 0, 1.0, l)  # a query that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-        m, O = m * m_scale + tl.log(l), O / l[:, None]
-    place, column = (bh * group * Nq + row) * splits + s, tl.arange(0, D_pad)[None, :]
-    tl.store(O_s + place[:, None] * D + column, O, mask=exists[:, None] & (column < D))
-    tl.store(m_s + place, m, mask=exists)
-    if l_s is not None:
-        tl.store(l_s + place, l, mask=exists)
+        m = m * m_scale + tl.log(l)
+        O = O / l[:, None]
+    place = (bh * group * Nq + row) * num_splits + split
+    column = tl.arange(0, D_pad)[None, :]
+    tl.store(splits.O + place[:, None] * D + column, O, mask=exists[:, None] & (column < D))
+    tl.store(splits.m + place, m, mask=exists)
+    if splits.l is not None:
+        tl.store(splits.l + place, l, mask=exists)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def merge_kernel(O_s, m_s, l_s, out, lse, splits, m_scale, D: tl.constexpr, SPLITS: tl.constexpr,
-                 COLUMNS: tl.constexpr):
-    row, s = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+@triton.jit(do_not_specialize=["num_splits"])
+def combine_kernel(
+    splits, out, lse, num_splits, m_scale, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place, exists = row * splits + s, s < splits
-    m_s = tl.load(m_s + place, mask=exists, other=float("-inf"))  # (SPLITS,)
-    l_s = tl.load(l_s + place, mask=exists, other=0.0)
+    place = row * num_splits + split
+    exists = split < num_splits
+    m_s = tl.load(splits.m + place, mask=exists, other=float("-inf"))  # (SPLITS,)
+    l_s = tl.load(splits.l + place, mask=exists, other=0.0)
     exists = exists[:, None] & (column < D)
-    O_s = tl.load(O_s + place[:, None] * D + column, mask=exists, other=0.0)  # (SPLITS, COLUMNS)
+    O_s = tl.load(splits.O + place[:, None] * D + column, mask=exists, other=0.0)  # (SPLITS, COLUMNS)
     m = tl.max(m_s, 0)
     w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (m_scale * LOG2_E))
     l = tl.sum(w * l_s, 0)
@@ -177,12 +236,10 @@ def forward(
         lengths = tuple(lengths_k)
         lengths_k = record.derive(lambda q: torch.tensor(lengths, dtype=torch.int32, device=q.device), q)
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
-    if sinks is not None:
-        sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
+    sinks = record.in_float32(sinks)
     slopes = None
     if alibi_slopes is not None:
-        numbers = record.derive(lambda slopes: slopes.float().contiguous(), alibi_slopes)
-        slopes = numbers, H * (alibi_slopes.ndim - 1)
+        slopes = Slopes(record.in_float32(alibi_slopes), H * (alibi_slopes.ndim - 1))
     # A window that reaches beyond all keys counts as no window.
     left, right = (None if limit in (None, -1) or limit >= Nq + Nk else limit for limit in window or (None, None))
     # With one of these the scores of the splits are in natural units.
@@ -190,25 +247,28 @@ def forward(
     out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if lse.numel() == 0:
         return out, lse
-    rows, D_pad = H // Hk * Nq, max(16, triton.next_power_of_2(D))  # A tensor core takes 16 rows and columns.
+    rows = H // Hk * Nq
+    D_pad = max(16, triton.next_power_of_2(D))  # A tensor core takes 16 rows and columns.
     Br, Bc, num_warps, num_stages = TILES[q.element_size()][max(64, D_pad)]
-    Br, scale = min(Br, max(16, triton.next_power_of_2(rows))), D**-0.5 if scale is None else scale
-    programs, keys = B * Hk * triton.cdiv(rows, Br), Nk if left is None else min(Nk, left + Nq)
+    Br = min(Br, max(16, triton.next_power_of_2(rows)))
+    scale = D**-0.5 if scale is None else scale
+    programs = B * Hk * triton.cdiv(rows, Br)
+    keys = Nk if left is None else min(Nk, left + Nq)
     together = 3 * multiprocessors(q.device)  # so many programs keep the memory busy
-    splits = splits or max(1, min(together // programs, triton.cdiv(keys, Bc)))
-    O_s, m_s, l_s = out, lse, None
-    if splits > 1:
-        O_s, m_s, l_s = (record.new((B, H, Nq, splits, *columns)) for columns in ((D,), (), ()))
+    num_splits = splits or max(1, min(together // programs, triton.cdiv(keys, Bc)))
+    splits = Splits(out, lse, None)
+    if num_splits > 1:
+        splits = Splits(*(record.new((B, H, Nq, num_splits, *columns)) for columns in ((D,), (), ())))
     record.launch(
-        split_kernel, (programs, splits),
-        q, k, v, lengths_k, sinks, O_s, m_s, l_s, *(x.stride()[:3] for x in (q, k, v)), Hk, H // Hk, Nq, Nk, scale,
-        left, right, softcap, slopes,
+        split_kernel, (programs, num_splits),
+        Inputs(q, k, v, lengths_k, sinks), splits, Strides(*(x.stride()[:3] for x in (q, k, v))),
+        Hk, H // Hk, Nq, Nk, scale, left, right, softcap, slopes,
         CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    if splits > 1:  # If there are few rows, several programs combine each of them, each some of the columns.
-        SPLITS, COLUMNS = triton.next_power_of_2(splits), D_pad if B * H * Nq >= together else 32
+    if num_splits > 1:  # If there are few rows, several programs combine each of them, each some of the columns.
+        SPLITS, COLUMNS = triton.next_power_of_2(num_splits), D_pad if B * H * Nq >= together else 32
         record.launch(
-            merge_kernel, (B * H * Nq, triton.cdiv(D, COLUMNS)),
-            O_s, m_s, l_s, out, lse, splits, 1.0 if natural else scale, D=D, SPLITS=SPLITS, COLUMNS=COLUMNS,
+            combine_kernel, (B * H * Nq, triton.cdiv(D, COLUMNS)),
+            splits, out, lse, num_splits, 1.0 if natural else scale, D=D, SPLITS=SPLITS, COLUMNS=COLUMNS,
         )  # fmt: skip
     return out, lse

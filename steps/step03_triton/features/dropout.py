@@ -84,22 +84,23 @@ def dropout_mask(
         "dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }, q)  # fmt: skip
-    starts = [None if x is None else x.contiguous() for x in (given["cu_seqlens_q"], given["cu_seqlens_k"])]
-    if any(x is not None for x in starts):
+    if given["cu_seqlens_q"] is not None or given["cu_seqlens_k"] is not None:
         given |= {"max_seqlen_q": Nq, "max_seqlen_k": Nk}
     options.check_tensors(given, q, k)
     options.check_values(Nq, Nk, given)
-    numbers = {"p": given["dropout_p"], "first_query": given["first_query"], "first_key": given["first_key"]}
-    return kept_entries(q, k, given["seed"], *starts, **numbers)[0].bool()
+    names = "seed", "cu_seqlens_q", "cu_seqlens_k", "dropout_p", "first_query", "first_key"
+    return kept_entries(q, k, **{name: given[name] for name in names})[0].bool()
 
 
 @replayed
-def kept_entries(record, q, k, seed, cu_seqlens_q, cu_seqlens_k, *, p, first_query, first_key):
+def kept_entries(record, q, k, *, seed, cu_seqlens_q, cu_seqlens_k, dropout_p, first_query, first_key):
     """(B, H, Nq, Nk) int8, 1 where an entry is kept. Of q and k only the shapes count."""
     (B, H, Nq, _), Nk = q.shape, k.shape[2]
     keep = record.new((B, H, Nq, Nk), fill=0, dtype=torch.int8)
+    if cu_seqlens_q is not None:
+        cu_seqlens_q, cu_seqlens_k = (record.derive(torch.Tensor.contiguous, x) for x in (cu_seqlens_q, cu_seqlens_k))
     f = Features(
-        1.0, first_query=first_query, first_key=first_key, seed=seed, threshold=max(1, round(256 * (1 - p))),
+        1.0, first_query=first_query, first_key=first_key, seed=seed, threshold=max(1, round(256 * (1 - dropout_p))),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         policy=Policy(aligned=1 if first_key % 16 == 0 else None),
     )  # fmt: skip

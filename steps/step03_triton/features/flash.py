@@ -13,23 +13,13 @@ rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs
 scores.py, tiles.py and replay.py.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 
 from ..replay import replayed
-from .flash_kernels import (
-    Inputs,
-    Strides,
-    delta_kernel,
-    forward_kernel,
-    keys_kernel,
-    mask_kernel,
-    queries_kernel,
-)
+from .flash_kernels import Inputs, Strides, delta_kernel, dkdv_kernel, dmask_kernel, dq_kernel, forward_kernel
 from .scores import Features, Policy, check_options
-from .tiles import can_copy, describe, describe_numbers, is_aligned, new_packed, products, strides_of
+from .tiles import can_copy, describe, describe_row_stats, dot_precision, is_aligned, new_like, strides_of
 
 # (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256. In "tma" the copy engine reads the tiles. A mask, the
 # random numbers of dropout, and positions (of a window, ALiBi or packed sequences) take registers from the tiles.
@@ -45,7 +35,7 @@ TILES = {
     "tf32x3": {64: (64, 32, 4, 1), 128: (32, 32, 4, 2)},
     "ieee": {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
 }
-KEYS_TILES = {
+DKDV_TILES = {
     "tma": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
     "tma, mask": {64: (64, 64, 4, 3), 128: (32, 64, 4, 2), 256: (32, 64, 8, 1)},
     "tma, dropout": {64: (64, 64, 4, 3), 128: (32, 64, 4, 2), 256: (32, 64, 8, 1)},
@@ -53,7 +43,7 @@ KEYS_TILES = {
     "tf32x3": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1)},
     "ieee": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
 }
-QUERIES_TILES = {
+DQ_TILES = {
     "tma": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
     "tma, no mask": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)},
     "tma, dropout": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
@@ -64,112 +54,60 @@ QUERIES_TILES = {
 }
 
 
-class Options(NamedTuple):
-    """The options of `forward` and `backward`."""
-
-    causal: bool = False
-    scale: float | None = None
-    window: tuple | None = None
-    softcap: float | None = None
-    mask: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    seed: torch.Tensor | int | None = None
-    first_query: int | None = None
-    first_key: int = 0
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-
-
-# ---- from the options to the fields of Features ----------------------------------------------------------------------
-
-
-def window_fields(o):
-    left, right = (None if limit == -1 else limit for limit in o.window or (None, None))
-    return {"left": left, "right": 0 if o.causal else right}
-
-
-def mask_fields(o, q, k):
-    if o.mask is None:
-        return {}
-    (B, H, Nq, _), Nk = q.shape, k.shape[2]
-    if o.mask.dtype != torch.bool and not o.mask.is_floating_point():
-        raise TypeError(f"mask must be bool or floating point; got {o.mask.dtype}.")
-    kind = "seen" if o.mask.dtype == torch.bool else "added"
-    return {kind: 1, "mask_strides": o.mask.expand(B, H, Nq, Nk).stride()}
-
-
-def alibi_fields(record, o, sequences, H):
-    if o.alibi_slopes is None:
-        return {}
-    slopes = record.derive(lambda slopes: slopes.float().contiguous(), o.alibi_slopes)
-    return {"slopes": slopes, "slope_strides": slopes.expand(sequences, H).stride()}
-
-
-def sinks_fields(record, o):
-    if o.sinks is None:
-        return {}
-    return {"sinks": record.derive(lambda sinks: sinks.float().contiguous(), o.sinks)}
-
-
-def dropout_fields(record, o, device):
-    if not o.dropout_p:
-        return {}
-    if o.seed is None:
-        raise ValueError("dropout needs a seed, the same in forward and backward.")
-    if isinstance(o.seed, torch.Tensor):
-        seed = record.derive(lambda seed: seed.to(device), o.seed)
-    else:
-        seed = record.new((1,), fill=o.seed, dtype=torch.int64)
-    threshold = max(1, round(256 * (1 - o.dropout_p))) if o.dropout_p < 1 else 0
-    return {"seed": seed, "threshold": threshold, "kept_scale": 256 / threshold if threshold else 0.0}
-
-
-def packed_fields(record, o):
-    if o.cu_seqlens_q is None:
-        return {}
-    starts = [record.derive(torch.Tensor.contiguous, x) for x in (o.cu_seqlens_q, o.cu_seqlens_k)]
-    return {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
-
-
-def prepare(record, q, k, options):
+def prepare(
+    record, q, k, *, causal=False, scale=None, window=None, softcap=None, mask=None, alibi_slopes=None, sinks=None,
+    dropout_p=0.0, seed=None, first_query=None, first_key=0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+    max_seqlen_k=None
+):  # fmt: skip
     """(sequences, Nq, Nk, features), as the kernels take them, from the options of `forward`."""
-    o = Options(**options)
-    check_options(q, **options)
-    (B, H, Nq, D), Nk = q.shape, k.shape[2]
-    if o.cu_seqlens_q is not None:
-        B, Nq, Nk = len(o.cu_seqlens_q) - 1, o.max_seqlen_q, o.max_seqlen_k
+    (sequences, H, Nq, D), Nk = q.shape, k.shape[2]
+    left, right = (None if limit == -1 else limit for limit in window or (None, None))
     f = Features(
-        scale=D**-0.5 if o.scale is None else o.scale,
-        softcap=o.softcap or None,
-        first_query=o.first_query,
-        first_key=o.first_key,
-        **window_fields(o),
-        **mask_fields(o, q, k),
-        **packed_fields(record, o),
-        **alibi_fields(record, o, B, H),
-        **sinks_fields(record, o),
-        **dropout_fields(record, o, q.device),
+        scale=D**-0.5 if scale is None else scale,
+        left=left,
+        right=0 if causal else right,
+        softcap=softcap or None,
+        first_query=first_query,
+        first_key=first_key,
+        slopes=record.in_float32(alibi_slopes),
+        sinks=record.in_float32(sinks),
     )
-    return B, Nq, Nk, f._replace(policy=policy_of(q, f))
+    if mask is not None:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"mask must be bool or floating point; got {mask.dtype}.")
+        kind = "seen" if mask.dtype == torch.bool else "added"
+        f = f._replace(**{kind: 1}, mask_strides=mask.expand(sequences, H, Nq, Nk).stride())
+    if cu_seqlens_q is not None:
+        starts_q, starts_k = (record.derive(torch.Tensor.contiguous, x) for x in (cu_seqlens_q, cu_seqlens_k))
+        f = f._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+        sequences, Nq, Nk = len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
+    if alibi_slopes is not None:
+        f = f._replace(slope_strides=f.slopes.expand(sequences, H).stride())
+    if dropout_p:
+        threshold = max(1, round(256 * (1 - dropout_p))) if dropout_p < 1 else 0
+        kept_scale = 256 / threshold if threshold else 0.0
+        f = f._replace(seed=seed_tensor(record, seed, q.device), threshold=threshold, kept_scale=kept_scale)
+    return sequences, Nq, Nk, f._replace(policy=policy_of(q, f))
 
 
-# ---- how the kernels read and multiply -------------------------------------------------------------------------------
+def seed_tensor(record, seed, device):
+    if seed is None:
+        raise ValueError("dropout needs a seed, the same in forward and backward.")
+    if isinstance(seed, torch.Tensor):
+        return record.derive(lambda seed: seed.to(device), seed)
+    return record.new((1,), fill=seed, dtype=torch.int64)
 
 
 def policy_of(q, f):
     """The policy for these features, if tiles are read by pointers."""
     assembly = not triton.knobs.runtime.interpret  # The interpreter has no inline assembly.
-    alike = f.mask_strides is not None and f.mask_strides[2] == 0
+    broadcast_rows = f.mask_strides is not None and f.mask_strides[2] == 0
     holds = {
-        "ieee": products(q) == "ieee",
+        "ieee": dot_precision(q) == "ieee",
         "approximate": f.softcap is not None and assembly and q.dtype != torch.float32,
         "heads_first": f.mask_strides is not None and f.mask_strides[1] == 0,
-        "queries_alike": alike,
-        "in_fours": f.seen is not None and assembly and not alike,
+        "broadcast_rows": broadcast_rows,
+        "in_fours": f.seen is not None and assembly and not broadcast_rows,
         "aligned": f.seed is not None and f.first_key % 16 == 0,
     }
     return Policy(**{name: 1 if value else None for name, value in holds.items()})
@@ -184,7 +122,7 @@ def with_tma(f, tensors, mask):
         return f
     q, k = tensors[:2]
     packed = f.cu_seqlens_q is not None  # A sequence's first key may be any, and boxes begin at multiples of 16 bytes.
-    whole = mask is not None and not f.policy.queries_alike and mask.shape[-2:] == (q.shape[2], k.shape[2])
+    whole = mask is not None and not f.policy.broadcast_rows and mask.shape[-2:] == (q.shape[2], k.shape[2])
     mask_too = whole and not packed and mask.stride(-1) == 1 and is_aligned(four_dimensions(mask))
     return f._replace(policy=f.policy._replace(tma=1, mask_tma=1 if mask_too else None))
 
@@ -192,8 +130,8 @@ def with_tma(f, tensors, mask):
 def kinds(q, f):
     """The rows of a table of tiles that apply, the most special one first."""
     if not f.policy.tma:
-        yield f"{products(q)}, mask", f.mask_strides
-        yield products(q), True
+        yield f"{dot_precision(q)}, mask", f.mask_strides
+        yield dot_precision(q), True
         return
     yield "tma, mask by tma", f.policy.mask_tma
     yield "tma, mask", f.mask_strides
@@ -207,11 +145,9 @@ def kinds(q, f):
 def sizes(table, q, tile, f):
     """The constants of a kernel; its tile is the `tile` asked for, or that of the table's first row that applies."""
     D_pad = max(16, triton.next_power_of_2(q.shape[-1]))  # tiles are powers of two, and a tensor core takes 16 columns
-    for kind, applies in kinds(q, f):
-        if applies and kind in table:
-            break
+    kind = next(kind for kind, applies in kinds(q, f) if applies and kind in table)
     Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
-    return {"D": q.shape[-1], "D_pad": D_pad, "Br": Br, "Bc": Bc, "num_warps": num_warps, "num_stages": num_stages}
+    return dict(D=q.shape[-1], D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages)
 
 
 def four_dimensions(mask):
@@ -255,12 +191,13 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
     """
     if out is not None and record.negated(out, lse):
         raise ValueError("out and lse are changed in place: give and keep out.resolve_neg() and lse.resolve_neg().")
-    sequences, Nq, Nk, f = prepare(record, q, k, options)
+    check_options(q, **options)
+    sequences, Nq, Nk, f = prepare(record, q, k, **options)
     mask = options.get("mask")
     H, Hk = q.shape[1], k.shape[1]
     carried = out is not None
     if not carried:
-        out = record.new(q.shape, like=q) if f.cu_seqlens_q is None else new_packed(record, q, f.cu_seqlens_q)
+        out = new_like(record, q, f.cu_seqlens_q)
         lse = record.new(q.shape[:3], fill=-torch.inf)
     f = with_tma(f, (q, k, v), mask)
     how = sizes(TILES, q, tile, f)
@@ -280,16 +217,14 @@ def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False,
     out and lse may belong to more keys than k and v: dq is then the part that comes from these keys. With sinks the
     last result is dsinks. dq, dk and dv do not need the sinks, because lse contains them.
     """
-    sequences, Nq, Nk, f = prepare(record, q, k, options)
+    check_options(q, **options)
+    sequences, Nq, Nk, f = prepare(record, q, k, **options)
     mask = options.get("mask")
     (B, H), Hk = q.shape[:2], k.shape[1]
     group = H // Hk
     packed = f.cu_seqlens_q is not None
-    if packed:
-        starts = f.cu_seqlens_q, f.cu_seqlens_k, f.cu_seqlens_k
-        dq, dk, dv = (new_packed(record, x, of_x) for x, of_x in zip((q, k, v), starts, strict=True))
-    else:
-        dq, dk, dv = (record.new(x.shape, like=x) for x in (q, k, v))
+    dq = new_like(record, q, f.cu_seqlens_q)
+    dk, dv = (new_like(record, x, f.cu_seqlens_k) for x in (k, v))
     # Each row of lse_2 and delta, and in it each sequence, begins at a multiple of 16 bytes.
     stride = 4 * (triton.cdiv(q.shape[2], 4) + (sequences if packed else 0))
     lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
@@ -299,7 +234,7 @@ def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False,
     inputs = Inputs(dout, q, k, v, lse_2, delta)
     strides = Strides(*map(strides_of, (dout, q, k, v)))
 
-    how = sizes(QUERIES_TILES, q, tile, f)
+    how = sizes(DQ_TILES, q, tile, f)
     record.launch(
         delta_kernel, sequences * H * tiles,
         dout, out, lse, lse_2, delta, dsinks, strides.dout, strides_of(out), stride, H, Nq, Nk, q.shape[2], f,
@@ -309,18 +244,18 @@ def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False,
     if mask_gradient:
         dmask = gradient_of_mask(record, mask, inputs, strides, sequences, Nq, Nk, f, how)
     f = with_tma(f, (q, k, v, dout), mask)
-    how = sizes(KEYS_TILES, q, tile, f)
+    how = sizes(DKDV_TILES, q, tile, f)
     Br, Bc, D_pad = how["Br"], how["Bc"], how["D_pad"]
-    numbers = [describe_numbers(x, stride if packed else Nq, Br) if f.policy.tma else None for x in (lse_2, delta)]
+    row_stats = [describe_row_stats(x, stride if packed else Nq, Br) if f.policy.tma else None for x in (lse_2, delta)]
     record.launch(
-        keys_kernel, sequences * Hk * triton.cdiv(Nk, Bc),
-        inputs, *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *numbers, tiled(record, mask, f, Br, Bc), dk, dv,
+        dkdv_kernel, sequences * Hk * triton.cdiv(Nk, Bc),
+        inputs, *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *row_stats, tiled(record, mask, f, Br, Bc), dk, dv,
         strides, strides_of(dk), stride, Hk, group, Nq, Nk, f, **how,
     )  # fmt: skip
-    how = sizes(QUERIES_TILES, q, tile, f)
+    how = sizes(DQ_TILES, q, tile, f)
     Br, Bc = how["Br"], how["Bc"]
     record.launch(
-        queries_kernel, sequences * H * triton.cdiv(Nq, Br),
+        dq_kernel, sequences * H * triton.cdiv(Nq, Br),
         inputs, *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad), tiled(record, mask, f, Br, Bc), dq,
         strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
     )  # fmt: skip
@@ -347,7 +282,7 @@ def gradient_of_mask(record, mask, inputs, strides, sequences, Nq, Nk, f, how):
     tiles_k = 1 if over_keys else triton.cdiv(Nk, how["Bc"])
     dmask_strides = dmask.expand(B, H, q.shape[2], k.shape[2]).stride()
     record.launch(
-        mask_kernel, sequences // batches * (H // heads) * tiles_q * tiles_k,
+        dmask_kernel, sequences // batches * (H // heads) * tiles_q * tiles_k,
         inputs, tiled(record, mask, f, 0, 0), dmask, strides, dmask_strides, inputs.delta.shape[1],
         H, group, Nq, Nk, f, batches, heads, OVER_QUERIES=over_queries, OVER_KEYS=over_keys, **how,
     )  # fmt: skip

@@ -17,6 +17,8 @@ Left out: all other features, and in the forward head_dims below 64. A narrow wi
 Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, scheduler.py, scores.py, flash_kernels.py, replay.py, tiles.py.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -28,6 +30,7 @@ from ..fwd_3_gluon import (
     LOG2_E,
     STAGES,
     TILES,
+    Seen,
     aligned,
     copy,
     describe,
@@ -46,11 +49,11 @@ from ..fwd_3_gluon import (
     wait_turn,
 )
 from ..replay import replayed
-from ..scheduler import order_of, place, programs_for, rounds_of
+from ..scheduler import Lengths, Order, order_of, place, programs_for, rounds_of
 from .flash_kernels import add_sink as add_sink_in_triton
 from .flash_kernels import delta_kernel
 from .scores import Features, check_options
-from .tiles import new_packed, strides_of
+from .tiles import new_like, strides_of
 
 add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because it means the same in both languages.
 LENGTHS = "H", "group", "Nq", "Nk", "left", "right", "tiles", "section", "alternate", "total"
@@ -60,28 +63,65 @@ NARROW = 1024  # keys of a window, below which flash.py was faster at head_dim 6
 LONG = 4096  # queries, below which two consumers were faster than three at head_dim 64 with a causal mask
 
 
+class Call(NamedTuple):
+    """What is the same for all programs of a call."""
+
+    lengths: Any  # Lengths; when packed, Nq and Nk are those of the longest sequence
+    order: Any  # Order
+    left: Any  # of the window
+    right: Any
+    starts_q: Any  # where the packed sequences begin; None if not packed
+    starts_k: Any
+
+
+class Rows(NamedTuple):
+    """The N rows of one sequence and head from `start` on."""
+
+    b: Any
+    h: Any
+    start: Any
+    N: Any
+
+
+class Visits(NamedTuple):
+    """The tiles begin ... end - 1 are visited, and whole ... full - 1 of them need no mask."""
+
+    begin: Any
+    whole: Any
+    full: Any
+    end: Any
+
+
+class WorkTile(NamedTuple):
+    """What a program computes in a round: the queries from row i of `queries` on. `seen` is that of the first one."""
+
+    queries: Any  # Rows
+    keys: Any
+    i: Any
+    seen: Any
+    tiles: Any  # Visits
+
+
 @gluon.jit
-def coordinates(part, row, PACKED: gl.constexpr):
-    """What a descriptor calls this row of a part: (batch entry, head, first row, number of rows)."""
-    b, h, start, N = part
+def coordinates(rows, row, PACKED: gl.constexpr):
+    """What a descriptor calls this one of the rows."""
     if PACKED:  # see `ragged`
-        return BILLION, start + N, h, BILLION - N + row, 0
+        return BILLION, rows.start + rows.N, rows.h, BILLION - rows.N + row, 0
     else:
-        return b, h, row, 0
+        return rows.b, rows.h, row, 0
 
 
 @gluon.jit
 def visits(low, high, Nk, Br: gl.constexpr, Bc: gl.constexpr):
-    """(begin, whole, full, end): tiles begin ... end - 1 are visited, and whole ... full - 1 of them need no mask.
+    """The Visits of Br queries. The first one sees the keys low ... high - 1, the next one those from low + 1 to high.
 
-    The first of the Br queries sees the keys low ... high - 1, the next one those from low + 1 to high. At least one
-    tile is visited.
+    At least one tile is visited.
     """
     end = gl.maximum(1, gl.cdiv(gl.minimum(Nk, high + Br - 1), Bc))
     begin = gl.maximum(0, low) // Bc
     whole = gl.minimum(end, gl.cdiv(gl.maximum(0, low + Br - 1), Bc))
     full = gl.maximum(whole, gl.minimum(Nk, gl.maximum(0, high)) // Bc)
-    return begin, whole, full, end
+    return Visits(begin, whole, full, end)
 
 
 @gluon.jit
@@ -92,52 +132,44 @@ def visited(n, tiles):
     forwards; then all others, from the last one backwards.
     """
     begin, whole, full, end = tiles
-    right, cut = end - full, end - full + whole - begin
+    right = end - full
+    cut = end - full + whole - begin
     return gl.where(n < right, end - 1 - n, gl.where(n < cut, begin + n - right, full - 1 - (n - cut)))
 
 
 @gluon.jit
-def place_of(round, lengths, order, window, starts, LONGEST_FIRST: gl.constexpr, Br: gl.constexpr, Bc: gl.constexpr):
-    """(queries, keys, i, low, high, tiles): what a program computes in a round.
-
-    queries and keys are parts as in `coordinates`. The program's queries begin at row i of the part `queries`, and the
-    first one sees the keys low ... high - 1 of the part `keys`. tiles: see `visits`.
-    """
-    H, group, Nq, Nk = lengths
-    left, right = window
-    starts_q, starts_k = starts
-    b, h, i, _ = place(round, lengths, order, LONGEST_FIRST, Br, Bc)
+def work_tile(round, call, LONGEST_FIRST: gl.constexpr, Br: gl.constexpr, Bc: gl.constexpr):
+    H, group, Nq, Nk = call.lengths
+    b, h, i, _ = place(round, call.lengths, call.order, LONGEST_FIRST, Br, Bc)
     q_start, k_start = 0, 0
-    if starts_q is not None:  # packed: b is the sequence, and Nq the length of the longest one
-        q_start, k_start = gl.load(starts_q + b), gl.load(starts_k + b)
-        Nq, Nk = gl.load(starts_q + b + 1) - q_start, gl.load(starts_k + b + 1) - k_start
-    low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
-    return (b, h, q_start, Nq), (b, h // group, k_start, Nk), i, low, high, visits(low, high, Nk, Br, Bc)
+    if call.starts_q is not None:  # packed: b is the sequence
+        q_start, k_start = gl.load(call.starts_q + b), gl.load(call.starts_k + b)
+        Nq, Nk = gl.load(call.starts_q + b + 1) - q_start, gl.load(call.starts_k + b + 1) - k_start
+    low, high = i + Nk - Nq - call.left, i + Nk - Nq + call.right + 1
+    queries, keys = Rows(b, h, q_start, Nq), Rows(b, h // group, k_start, Nk)
+    return WorkTile(queries, keys, i, Seen(low, high, Nk), visits(low, high, Nk, Br, Bc))
 
 
 @gluon.jit
 def produce(q, k, v, Q, K, V, call, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.constexpr):
-    lengths, order, window, starts = call
-    PACKED: gl.constexpr = starts[0] is not None
-    Bc: gl.constexpr = K[0].shape[-2]
+    PACKED: gl.constexpr = call.starts_q is not None
+    Bc: gl.constexpr = K.tiles.shape[-2]
     n_q, n = 0, 0  # tiles of queries and of keys so far
-    beyond = coordinates((0, 0, 0, 0), lengths[3], PACKED)
+    beyond = coordinates(Rows(0, 0, 0, 0), call.lengths.Nk, PACKED)
     before = beyond  # where the last one of them begins
-    for round in range(rounds_of(order, LONGEST_FIRST)):
-        queries, keys, i, low, high, tiles = place_of(
-            round, lengths, order, window, starts, LONGEST_FIRST, 64 * CONSUMERS, Bc
-        )
-        if i < queries[3]:  # packed sequences may be shorter than the longest one
-            begin, whole, full, end = tiles
-            for tile in range(end - begin):
-                where = coordinates(keys, visited(tile, tiles) * Bc, PACKED)
+    for round in range(rounds_of(call.order, LONGEST_FIRST)):
+        work = work_tile(round, call, LONGEST_FIRST, 64 * CONSUMERS, Bc)
+        if work.i < work.queries.N:  # packed sequences may be shorter than the longest one
+            count = work.tiles.end - work.tiles.begin
+            for tile in range(count):
+                where = coordinates(work.keys, visited(tile, work.tiles) * Bc, PACKED)
                 load_pair(k, v, K, V, n + tile, where, before)
                 before = where
                 if tile == 0:  # as in fwd_3_gluon.py
                     for w in gl.static_range(CONSUMERS):
-                        load(q, Q, n_q + w, coordinates(queries, i + 64 * w, PACKED))
+                        load(q, Q, n_q + w, coordinates(work.queries, work.i + 64 * w, PACKED))
             n_q += CONSUMERS
-            n += end - begin
+            n += count
     if not PACKED or n > 0:  # A program without queries must not end while this copy is on its way.
         load_pair(k, v, K, V, n, beyond, before)
 
@@ -147,42 +179,36 @@ def consume(
     w: gl.constexpr, consumers: gl.constexpr, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST: gl.constexpr
 ):  # fmt: skip
     """Warpgroup w: 64 queries of each tile."""
-    lengths, order, window, starts = call
-    PACKED: gl.constexpr = starts[0] is not None
-    Bc: gl.constexpr = K[0].shape[-2]
-    turn: gl.constexpr = (w, (w + 1) % consumers)
+    PACKED: gl.constexpr = call.starts_q is not None
+    Bc: gl.constexpr = K.tiles.shape[-2]
     if w == consumers - 1:
-        pass_turn(turn)  # consumer 0 may begin
+        pass_turn(w, consumers)  # consumer 0 may begin
     n_q, n = w, 0  # tiles of queries and of keys so far
-    for round in range(rounds_of(order, LONGEST_FIRST)):
-        queries, keys, i, low, high, tiles = place_of(
-            round, lengths, order, window, starts, LONGEST_FIRST, 64 * consumers, Bc
-        )
-        b, h, q_start, Nq = queries
-        if i < Nq:
-            begin, whole, full, end = tiles
-            blocks = end - begin
-            seen = low + 64 * w, high + 64 * w, keys[3]
+    for round in range(rounds_of(call.order, LONGEST_FIRST)):
+        queries, keys, i, first_seen, tiles = work_tile(round, call, LONGEST_FIRST, 64 * consumers, Bc)
+        if i < queries.N:
+            count = tiles.end - tiles.begin
+            seen = Seen(first_seen.low + 64 * w, first_seen.high + 64 * w, keys.N)
             Q_i = get(Q, n_q)
-            state = first_step(turn, Q_i, K, V, n, visited(0, tiles) * Bc, seen, scale * LOG2_E)
-            masked = gl.maximum(1, blocks - (full - whole))
+            state = first_step(w, consumers, Q_i, K, V, n, visited(0, tiles) * Bc, seen, scale * LOG2_E)
+            masked = gl.maximum(1, count - (tiles.full - tiles.whole))
             for tile in range(1, masked):
                 j = visited(tile, tiles) * Bc
-                state = step(turn, state, Q_i, K, V, n + tile, j, seen, scale * LOG2_E, True)
-            for tile in range(masked, blocks):
-                state = step(turn, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
-            n += blocks
+                state = step(w, consumers, state, Q_i, K, V, n + tile, j, seen, scale * LOG2_E, True)
+            for tile in range(masked, count):
+                state = step(w, consumers, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
+            n += count
             m, l, O = last_product(state, K, V, n)
             lse_i, l = lse_and_sum(m, l, scale)
             if sinks is not None:
-                lse_i, kept_share = add_sink(lse_i, gl.load(sinks + h))
+                lse_i, kept_share = add_sink(lse_i, gl.load(sinks + queries.h))
                 l /= kept_share
-            head = h if PACKED else b * lengths[0] + h
-            store_lse(lse, lse_i, head, total, q_start + i + 64 * w, q_start + Nq)
+            head = queries.h if PACKED else queries.b * call.lengths.H + queries.h
+            store_lse(lse, lse_i, head, total, queries.start + i + 64 * w, queries.start + queries.N)
             store_rows(out, coordinates(queries, i + 64 * w, PACKED), Q, n_q, O, l)
             n_q += consumers
     if w == 0:
-        wait_turn(turn)  # a program must not end while a named barrier is half full
+        wait_turn(w)  # a program must not end while a named barrier is half full
 
 
 @gluon.jit(do_not_specialize=LENGTHS)  # so that one compiled kernel serves every length
@@ -190,24 +216,16 @@ def forward_kernel(
     q, k, v, out, lse, sinks, starts_q, starts_k, H, group, Nq, Nk, left, right, tiles, section, alternate, total,
     scale, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    call = (H, group, Nq, Nk), (tiles, section, alternate), (left, right), (starts_q, starts_k)
+    lengths, order = Lengths(H, group, Nq, Nk), Order(tiles, section, alternate)
+    call = Call(lengths, order, left, right, starts_q, starts_k)
     Q_STAGES: gl.constexpr = 2 if q.block_type.shape[-1] <= 128 else 1  # as many as there is memory for
     Q, K = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS)
     V = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
     # The warps and registers are those of fwd_3_gluon.py.
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (consume, (0, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
-            (consume, (1, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
-            (produce, (q, k, v, Q, K, V, call, LONGEST_FIRST, 2)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
-            (consume, (1, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
-            (consume, (2, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
-            (produce, (q, k, v, Q, K, V, call, LONGEST_FIRST, 3)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (w, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)) if w < CONSUMERS else
+        (produce, (q, k, v, Q, K, V, call, LONGEST_FIRST, CONSUMERS)) for w in (0, 1, 2, 3)[:CONSUMERS + 1]
+    ], [4, 1] if CONSUMERS == 2 else [4, 4, 1], [240, 24] if CONSUMERS == 2 else [160, 160, 24])  # fmt: skip
 
 
 def ragged(x, rows, D_pad):
@@ -233,7 +251,7 @@ def fits(q, asked):
         return False
     left, right = asked.get("window", (-1, -1))
     right = 0 if asked.get("causal") else right
-    narrow, D = min(left, right) >= 0 and left + right < NARROW, q.shape[3]
+    narrow, D = min(left, right) >= 0 and left + right < NARROW, q.shape[-1]
     return D >= 64 and not (D == 64 and narrow) and refusal(q) is None
 
 
@@ -257,9 +275,8 @@ def forward(
     else:
         kind, sequences, Nq, Nk = ragged, len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
         starts = [record.derive(torch.Tensor.contiguous, x) for x in (cu_seqlens_q, cu_seqlens_k)]
-        out, lse = new_packed(record, q, starts[0]), record.new(q.shape[:3], fill=-torch.inf)
-    if sinks is not None:
-        sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
+        out, lse = new_like(record, q, starts[0]), record.new(q.shape[:3], fill=-torch.inf)
+    sinks = record.in_float32(sinks)
     D_pad = max(64, triton.next_power_of_2(D))
     many_masked = min(left, right) < Nk and (window is not None or cu_seqlens_q is not None or Nq < LONG)
     Br, Bc = (128, 128) if D_pad == 64 and many_masked else TILES[D_pad]
@@ -278,7 +295,7 @@ def forward(
 
 def fits_backward(q, asked):
     """Whether `backward` takes q. asked: the names of the features in use, without causal."""
-    return [*asked] == ["sinks"] and q.shape[3] >= 64 and bwd_2_gluon.refusal(q) is None
+    return [*asked] == ["sinks"] and q.shape[-1] >= 64 and bwd_2_gluon.refusal(q) is None
 
 
 @replayed
@@ -292,8 +309,7 @@ def backward(record, dout, q, k, v, out, lse, *, sinks, causal=False, scale=None
     tiles, stride = triton.cdiv(Nq, 64), 4 * triton.cdiv(Nq, 4)  # each row begins at a multiple of 16 bytes
     lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
     dsinks, dtype = record.new((B * tiles, H)), sinks.dtype
-    float_sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
-    f = Features(D**-0.5 if scale is None else scale, sinks=float_sinks)
+    f = Features(D**-0.5 if scale is None else scale, sinks=record.in_float32(sinks))
     lse = record.derive(torch.Tensor.contiguous, lse)
     record.launch(
         delta_kernel, B * H * tiles, dout, out, lse, lse_2, delta, dsinks, strides_of(dout), strides_of(out), stride,

@@ -3,9 +3,9 @@
 
     forward_kernel   owns Br queries, visits the tiles of keys that they see         S, derivative = scores(Q_i K_j^T)
     delta_kernel     delta = rowsum(dO * O), lse in base 2, and the gradient of the sinks, -exp(sink - lse) delta
-    keys_kernel      owns Bc keys, visits the tiles of queries that see them         the same on S^T = K_j Q_i^T
-    queries_kernel   owns Br queries, for dQ                                         dX = P (dP - delta) derivative
-    mask_kernel      owns a tile of an additive mask, and sums dS = P (dP - delta) over all that the tile was added to
+    dkdv_kernel      owns Bc keys, visits the tiles of queries that see them         the same on S^T = K_j Q_i^T
+    dq_kernel        owns Br queries, for dQ                                         dX = P (dP - delta) derivative
+    dmask_kernel     owns a tile of an additive mask, and sums dS = P (dP - delta) over all that the tile was added to
 
 scores.py says what a feature does, tiles.py how tiles are read and written. i is the first query of a tile, and j its
 first key. Triton takes descriptors, and numbers that change from call to call, only as parameters of their own. So the
@@ -21,7 +21,7 @@ import triton.language as tl
 from .scores import (
     LN_2,
     LOG2_E,
-    SWALLOWS,
+    MASK_FLOOR,
     Tile,
     find_head,
     find_sequence,
@@ -32,15 +32,15 @@ from .scores import (
     tile_ranges,
 )
 from .tiles import (
-    load_numbers,
+    load_row_stats,
     load_rows,
     load_tile,
-    number_rows,
-    open_numbers,
+    open_row_stats,
     open_rows,
     product,
+    row_stats_by_pointers,
     store_rows,
-)  # fmt: skip
+)
 
 LARGEST = tl.constexpr(2.35e38)  # times log2(e) it is a number of float32
 LENGTHS = ["H", "Hk", "Nq", "Nk", "total_q", "stride"]
@@ -98,9 +98,9 @@ def factor_and_shift(m, c):
 
 
 @triton.jit
-def is_swallowed(x):
+def at_mask_floor(x):
     """Whether x, the maximum or the lse of a row, shows that the mask absorbed all scores of this row."""
-    return (x < SWALLOWS / 2) & (x > float("-inf"))
+    return (x < MASK_FLOOR / 2) & (x > float("-inf"))
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def carried_state(lse, O, f, seq):
     m = lse * (LOG2_E / seq.c)
     l = tl.full(lse.shape, 1.0, tl.float32)
     if f.added is not None:
-        m = tl.where(is_swallowed(lse), SWALLOWS, m)
-        l = tl.where(is_swallowed(lse), lse / SWALLOWS, l)
+        m = tl.where(at_mask_floor(lse), MASK_FLOOR, m)
+        l = tl.where(at_mask_floor(lse), lse / MASK_FLOOR, l)
     if f.seed is not None:
         O = O * (f.threshold / 256)
     return m, l, O * l[:, None]
@@ -196,8 +196,8 @@ def forward_kernel(
     if f.seed is not None:
         O = O * f.kept_scale
     lse_i = m * (seq.c * LN_2) + tl.log(l)
-    if f.added is not None:  # SWALLOWS + log l would be rounded to SWALLOWS. So l becomes a factor instead.
-        lse_i = tl.where(is_swallowed(m), SWALLOWS * l, lse_i)
+    if f.added is not None:  # MASK_FLOOR + log l would be rounded to MASK_FLOOR. So l becomes a factor instead.
+        lse_i = tl.where(at_mask_floor(m), MASK_FLOOR * l, lse_i)
     if f.sinks is not None:
         lse_i, kept_share = add_sink(lse_i, tl.load(f.sinks + h))
         O = O * kept_share[:, None]
@@ -215,7 +215,7 @@ def in_base_2(lse, f):
     size = tl.abs(lse_2)
     lse_2 = tl.where(size < 16777216.0, lse_2, lse_2 - size / 4194304.0)
     if f.added is not None:
-        lse_2 = tl.where(is_swallowed(lse), lse, lse_2)
+        lse_2 = tl.where(at_mask_floor(lse), lse, lse_2)
     return tl.where(lse == float("-inf"), float("inf"), lse_2)
 
 
@@ -224,9 +224,9 @@ def tile_gradients(X, dP, M, lse_2, delta, tile, f, seq, head, MASKED: tl.conste
     """(P after dropout, dS, dX) of one tile, from X and from dP, the gradient of that P; all may be transposed."""
     factor = seq.c
     S, derivative = scores(X, M, tile, f, seq, head, MASKED)
-    if f.added is not None:  # Where lse_2 = SWALLOWS l, P is 1 / l. 2^-126 turns SWALLOWS into 0, and leaves -inf.
-        factor = tl.where(is_swallowed(lse_2), 1.1754944e-38, factor)
-        lse_2 = tl.where(is_swallowed(lse_2), tl.log2(tl.maximum(lse_2 / SWALLOWS, 1.0)), lse_2)
+    if f.added is not None:  # Where lse_2 = MASK_FLOOR l, P is 1 / l. 2^-126 turns MASK_FLOOR into 0, and leaves -inf.
+        factor = tl.where(at_mask_floor(lse_2), 1.1754944e-38, factor)
+        lse_2 = tl.where(at_mask_floor(lse_2), tl.log2(tl.maximum(lse_2 / MASK_FLOOR, 1.0)), lse_2)
     # No P is larger than 1. Rounding could make it larger where the scores are huge, and even infinite.
     P = tl.exp2(tl.minimum(S * factor - lse_2, 0.0))
     P_kept = P
@@ -252,8 +252,8 @@ def delta_kernel(
     batch_and_head = seq.queries.b.to(tl.int64) * H + h
     exists = query < seq.queries.N
     lse_i = tl.load(lse + batch_and_head * total_q + seq.queries.start + query, mask=exists, other=0.0)
-    delta = open_numbers(delta, None, stride, H, seq, Br, f)
-    lse_2 = open_numbers(lse_2, None, stride, H, seq, Br, f)
+    delta = open_row_stats(delta, None, stride, H, seq, Br, f)
+    lse_2 = open_row_stats(lse_2, None, stride, H, seq, Br, f)
     # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are bit-equal if all
     # products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products into the
     # additions, but not those of the other lanes.
@@ -282,8 +282,8 @@ def visit_queries(dK, dV, K_j, V_j, queries, j, ranges, f, seq, head, MASKED: tl
         tile = Tile(i, j, row, column)
         Q_i = load_tile(queries.Q, head.h, i, f, MASKED)  # (Br, D)
         dO_i = load_tile(queries.dO, head.h, i, f, MASKED)  # beyond Nq it is 0, and adds nothing
-        lse_i = load_numbers(queries.lse_2, head.h, i, f, MASKED)  # (Br,)
-        delta_i = load_numbers(queries.delta, head.h, i, f, MASKED)
+        lse_i = load_row_stats(queries.lse_2, head.h, i, f, MASKED)  # (Br,)
+        delta_i = load_row_stats(queries.delta, head.h, i, f, MASKED)
         M_T = load_mask(tile, f, seq, head, MASKED)
         X_T = product(K_j, tl.trans(Q_i), f)  # (Bc, Br)
         dP_T = product(V_j, tl.trans(dO_i), f)  # (Bc, Br)
@@ -294,7 +294,7 @@ def visit_queries(dK, dV, K_j, V_j, queries, j, ranges, f, seq, head, MASKED: tl
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def keys_kernel(
+def dkdv_kernel(
     inputs, dout_box, q_box, lse_box, delta_box, mask, dk, dv, strides, dk_strides, stride, Hk, group, Nq, Nk, f,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
@@ -309,8 +309,8 @@ def keys_kernel(
     Q = open_rows(inputs.q, q_box, strides.q, seq.queries, Br, D, D_pad)
     K_j = load_rows(open_rows(inputs.k, None, strides.k, seq.keys, Bc, D, D_pad), hk, j)  # (Bc, D)
     V_j = load_rows(open_rows(inputs.v, None, strides.v, seq.keys, Bc, D, D_pad), hk, j)
-    lse_2 = open_numbers(inputs.lse_2, lse_box, stride, H, seq, Br, f)
-    delta = open_numbers(inputs.delta, delta_box, stride, H, seq, Br, f)
+    lse_2 = open_row_stats(inputs.lse_2, lse_box, stride, H, seq, Br, f)
+    delta = open_row_stats(inputs.delta, delta_box, stride, H, seq, Br, f)
     queries = Queries(Q, dO, lse_2, delta)
     dK = tl.zeros((Bc, D_pad), tl.float32)
     dV = tl.zeros((Bc, D_pad), tl.float32)
@@ -362,7 +362,7 @@ def load_left_factor(rows, h, first, f):
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def queries_kernel(
+def dq_kernel(
     inputs, dout_box, q_box, k_box, v_box, mask, dq, strides, dq_strides, stride, H, group, Nq, Nk, f,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
@@ -377,8 +377,8 @@ def queries_kernel(
     Q_i = load_left_factor(open_rows(inputs.q, q_box, strides.q, seq.queries, Br, D, D_pad), h, i, f)  # (Br, D)
     K = open_rows(inputs.k, k_box, strides.k, seq.keys, Bc, D, D_pad)
     V = open_rows(inputs.v, v_box, strides.v, seq.keys, Bc, D, D_pad)
-    lse_i = number_rows(open_numbers(inputs.lse_2, None, stride, H, seq, Br, f), h, i)  # (Br,)
-    delta_i = number_rows(open_numbers(inputs.delta, None, stride, H, seq, Br, f), h, i)
+    lse_i = row_stats_by_pointers(open_row_stats(inputs.lse_2, None, stride, H, seq, Br, f), h, i)  # (Br,)
+    delta_i = row_stats_by_pointers(open_row_stats(inputs.delta, None, stride, H, seq, Br, f), h, i)
     own = Queries(Q_i, dO_i, lse_i, delta_i)
     head = find_head(h, hk, mask, f, seq)
     dQ = tl.zeros((Br, D_pad), tl.float32)
@@ -398,8 +398,8 @@ def tile_dS(inputs, strides, stride, H, h, hk, mask, tile, f, seq, D: tl.constex
     dO_i = load_rows(open_rows(inputs.dout, None, strides.dout, seq.queries, Br, D, D_pad), h, i)
     K_j = load_rows(open_rows(inputs.k, None, strides.k, seq.keys, Bc, D, D_pad), hk, j)
     V_j = load_rows(open_rows(inputs.v, None, strides.v, seq.keys, Bc, D, D_pad), hk, j)
-    lse_i = number_rows(open_numbers(inputs.lse_2, None, stride, H, seq, Br, f), h, i)[:, None]
-    delta_i = number_rows(open_numbers(inputs.delta, None, stride, H, seq, Br, f), h, i)[:, None]
+    lse_i = row_stats_by_pointers(open_row_stats(inputs.lse_2, None, stride, H, seq, Br, f), h, i)[:, None]
+    delta_i = row_stats_by_pointers(open_row_stats(inputs.delta, None, stride, H, seq, Br, f), h, i)[:, None]
     head = find_head(h, hk, mask, f, seq)
     M = load_mask(tile, f, seq, head, True)
     X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
@@ -409,7 +409,7 @@ def tile_dS(inputs, strides, stride, H, h, hk, mask, tile, f, seq, D: tl.constex
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def mask_kernel(
+def dmask_kernel(
     inputs, mask, dmask, strides, dmask_strides, stride, H, group, Nq, Nk, f, batches, heads,
     OVER_QUERIES: tl.constexpr, OVER_KEYS: tl.constexpr,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr

@@ -206,10 +206,10 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
         is_causal = getattr(module, "is_causal", True)
     causal = is_causal and attention_mask is None and query.shape[2] > 1
     first_query = 0 if causal and query.shape[2] != key.shape[2] else None
-    mask = with_bias(attention_mask, position_bias)
-    features = {"mask": mask, "dropout_p": dropout, "softcap": softcap, "sinks": s_aux,
-                "first_query": first_query}  # fmt: skip
-    out = attention(query, key, value, causal=causal, scale=scaling, **features)
+    out = attention(
+        query, key, value, causal=causal, scale=scaling, mask=with_bias(attention_mask, position_bias),
+        dropout_p=dropout, softcap=softcap, sinks=s_aux, first_query=first_query,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 

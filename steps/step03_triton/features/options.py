@@ -40,27 +40,20 @@ def read(given, q, k):
     given: all options of a call by name. check_each: a function of the tensors among them, which checks their numbers
     at every call, or None.
     """
-    f = read_numbers(given, q)
-    used = asked(given | f)
-    check_rung(given["rung"], used)
+    f = read_traced(given, q)
     check_tensors(given | f, q, k)
     check = check_each(given | f, q, k)
     if check is not None:
         check_values(q.shape[-2], k.shape[-2], f)
-    return f | {"asked": used, "check_each": check}
+    return f | {"asked": asked(given | f), "check_each": check}
 
 
 def read_traced(given, q):
     """The same while torch traces a call, without the checks of tensors. An integer becomes a seed."""
-    f = read_numbers(given, q)
-    check_rung(given.get("rung"), asked(given | f))
-    return f
-
-
-def check_rung(rung, used):
-    """Raises ValueError where a rung is named beside a feature, which no rung has."""
-    if used and rung is not None:
+    f, rung = read_numbers(given, q), given.get("rung")
+    if rung is not None and (used := asked(given | f)):
         raise ValueError(f"the rungs have no {used[0]}; got rung={rung!r}. Leave rung out.")
+    return f
 
 
 def asked(f):
@@ -194,8 +187,8 @@ def index(x):
 
 def check_tensors(f, q, k):
     """Raises unless the tensors among the options fit to q (..., H, Nq, D) and k (..., Hk, Nk, D)."""
-    B, H, Nq, Nk = sizes = size_of_scores(q, k)
-    mask, slopes, seed = f["mask"], f["alibi_slopes"], f["seed"]
+    B, H, Nq, Nk = sizes = *(1, 1, *q.shape)[-4:-1], k.shape[-2]  # B and H are 1 where q does not have them
+    mask, slopes, sinks, seed = f["mask"], f["alibi_slopes"], f["sinks"], f["seed"]
     if mask is not None:
         check_dtype("mask", mask, (torch.bool, *FLOATS), q.device)
         own = (1,) * (4 - mask.ndim) + tuple(mask.shape)
@@ -219,12 +212,11 @@ def check_tensors(f, q, k):
                 f"alibi_slopes must have shape (H,) or {of_each} = ({sequences}, {H}); got {tuple(slopes.shape)}. "
                 "Select or expand the slopes of these heads."
             )
-    if f["sinks"] is not None:
-        check_dtype("sinks", f["sinks"], FLOATS, q.device)
-        if tuple(f["sinks"].shape) != (H,):
-            raise ValueError(
-                f"sinks must have shape (H,) = ({H},), a number for each query head; got {tuple(f['sinks'].shape)}."
-            )
+    if sinks is not None:
+        check_dtype("sinks", sinks, FLOATS, q.device)
+        if tuple(sinks.shape) != (H,):
+            of_head = "a number for each query head"
+            raise ValueError(f"sinks must have shape (H,) = ({H},), {of_head}; got {tuple(sinks.shape)}.")
     if isinstance(seed, torch.Tensor):
         check_dtype("seed", seed, (torch.int64,), q.device)
         if seed.numel() != 1:
@@ -241,19 +233,19 @@ def check_packed(q, B, f, missing):
         raise ValueError(f"packed sequences need {', '.join(PACKED)}; got no {missing[0]}. Give all four or none.")
     if B != 1:
         raise ValueError(f"packed sequences have B = 1; got B = {B}. Concatenate the sequences along the rows.")
-    starts = f["cu_seqlens_q"], f["cu_seqlens_k"]
-    for name, x in zip(PACKED, starts, strict=False):
-        check_dtype(name, x, (torch.int32,), q.device)
-        if x.ndim != 1 or x.shape[0] == 0:
-            raise ValueError(
-                f"{name} must have shape (n + 1,) for n sequences; got {tuple(x.shape)}. It begins with 0."
-            )
-    if starts[0].shape != starts[1].shape:
+    lengths = []
+    for name in PACKED[:2]:
+        check_dtype(name, f[name], (torch.int32,), q.device)
+        shape = tuple(f[name].shape)
+        if len(shape) != 1 or shape[0] == 0:
+            raise ValueError(f"{name} must have shape (n + 1,) for n sequences; got {shape}. It begins with 0.")
+        lengths += shape
+    if lengths[0] != lengths[1]:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must have the same length, one more than there are sequences; "
-            f"got {starts[0].shape[0]} and {starts[1].shape[0]}. A sequence without a key is two equal neighbours."
+            f"got {lengths[0]} and {lengths[1]}. A sequence without a key is two equal neighbours."
         )
-    return starts[0].shape[0] - 1
+    return lengths[0] - 1
 
 
 def check_lengths(q, B, f):
@@ -266,10 +258,10 @@ def check_lengths(q, B, f):
             "Give the lengths as a mask."
         )
     check_dtype("lengths_k", f["lengths_k"], (torch.int32,), q.device)
-    if tuple(f["lengths_k"].shape) != (B,):
+    shape = tuple(f["lengths_k"].shape)
+    if shape != (B,):
         raise ValueError(
-            f"lengths_k must have shape (B,) = ({B},); got {tuple(f['lengths_k'].shape)}. It has one number for each "
-            "batch entry."
+            f"lengths_k must have shape (B,) = ({B},); got {shape}. It has one number for each batch entry."
         )
 
 
@@ -323,12 +315,7 @@ def check_carried(q, out, lse):
     for name, x, shape in (("out", out, q.shape), ("lse", lse, q.shape[:-1])):
         check_dense(name, x)
         check_dtype(name, x, (torch.float32,), q.device)
-        if x.shape != shape or not x.is_contiguous() or x.is_neg():
-            layout = "not contiguous" if not x.is_contiguous() else "negated" if x.is_neg() else "contiguous"
+        layout = "not contiguous" if not x.is_contiguous() else "negated" if x.is_neg() else "contiguous"
+        if x.shape != shape or layout != "contiguous":
             what = f"{tuple(x.shape)}, {layout}"
             raise ValueError(f"{name} must be {tuple(shape)} and contiguous; got {what}. It is changed in place.")
-
-
-def size_of_scores(q, k):
-    """(B, H, Nq, Nk), with 1 for a leading dimension that q does not have."""
-    return q.shape[0] if q.ndim == 4 else 1, q.shape[-3] if q.ndim > 2 else 1, q.shape[-2], k.shape[-2]

@@ -19,7 +19,7 @@ import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-SWALLOWS = tl.constexpr(-(2.0**101))  # A mask of this or less absorbs every score, and counts as this number.
+MASK_FLOOR = tl.constexpr(-(2.0**101))  # A mask of this or less absorbs every score, and counts as this number.
 # For each of four scores: the score if its byte of $4 is not 0, else -inf.
 WHERE_SEEN = tl.constexpr("".join(
     f"{{ .reg .pred p; .reg .b32 b; and.b32 b, $4, {0xFF << 8 * n}; setp.ne.u32 p, b, 0; "
@@ -39,7 +39,7 @@ class Policy(NamedTuple):
     mask_tma: Any = None  # the mask, too
     in_fours: Any = None  # a thread tests four entries of a boolean mask in one register
     heads_first: Any = None  # one mask serves all heads, and neighbouring programs read the same tile of it
-    queries_alike: Any = None  # all queries have the same row of the mask, as in a mask for padding
+    broadcast_rows: Any = None  # all queries have the same row of the mask, as in a mask for padding
     aligned: Any = None  # the keys' random bytes begin at a multiple of 16, as those of one call do
 
 
@@ -235,7 +235,7 @@ def load_mask(tile, f, seq, head, MASKED: tl.constexpr):
             return tl.trans(M.reshape(row.shape[1], column.shape[0]))
         else:
             return M.reshape(row.shape[0], column.shape[1])
-    elif f.policy.queries_alike is not None:  # One number a key, which `scores` broadcasts over the queries.
+    elif f.policy.broadcast_rows is not None:  # One number a key, which `scores` broadcasts over the queries.
         key = j + column
         return tl.load(head.mask + key.to(tl.int64) * strides[3], mask=key < seq.keys.N, other=0)
     else:
@@ -268,7 +268,7 @@ def scores(X, M, tile, f, seq, head, MASKED: tl.constexpr):
     if f.added is not None:
         M = M.to(tl.float32)
         S = S * (f.scale if f.softcap is None else f.softcap) + M
-        S = tl.where(M == float("-inf"), float("-inf"), tl.maximum(S, SWALLOWS, propagate_nan=tl.PropagateNan.ALL))
+        S = tl.where(M == float("-inf"), float("-inf"), tl.maximum(S, MASK_FLOOR, propagate_nan=tl.PropagateNan.ALL))
     if f.seen is not None:
         S = hide(S, M, f)
     if f.slopes is not None:  # Positions count from j, so that those nearby are small, and exact in float32.

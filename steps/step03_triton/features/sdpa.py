@@ -48,6 +48,7 @@ def sdpa_of(attention):
 
 def broadcast(query, key, value, enable_gqa):
     """The three with common leading dimensions; with enable_gqa key and value may keep fewer heads than the query."""
+    own = 2  # the dimensions of each that are not broadcast
     if enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3:
         raise RuntimeError("enable_gqa needs heads: query (..., H, Nq, D), key and value (..., Hk, Nk, D).")
     if enable_gqa and query.shape[-3] > 0:
@@ -58,7 +59,6 @@ def broadcast(query, key, value, enable_gqa):
             )
         Hk = max(heads) if max(heads) % min(heads) == 0 else H
         key, value = (x.repeat_interleave(Hk // x.shape[-3], dim=-3) if x.shape[-3] != Hk else x for x in (key, value))
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-        return tuple(x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
-    leading = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-    return tuple(x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
+        own = 3
+    leading = torch.broadcast_shapes(*(x.shape[:-own] for x in (query, key, value)))
+    return tuple(x.expand(*leading, *x.shape[-own:]) for x in (query, key, value))

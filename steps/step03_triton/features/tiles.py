@@ -45,7 +45,7 @@ def open_rows(x, box, strides, part, SIZE: tl.constexpr, D: tl.constexpr, D_pad:
 
 
 @triton.jit
-def open_numbers(x, box, stride, heads, seq, SIZE: tl.constexpr, f):
+def open_row_stats(x, box, stride, heads, seq, SIZE: tl.constexpr, f):
     """The same for lse_2 and delta, (B * H, stride), where each sequence begins at a multiple of 16 bytes."""
     queries = seq.queries
     start = 0
@@ -90,23 +90,23 @@ def load_tile(rows, h, first, f, MASKED: tl.constexpr):
 
 @triton.jit
 def product(A, B, f, C=None):
-    """A B, or C + A B. The tensors' dtype and `products` decide how; for 16 bits there is only one way."""
+    """A B, or C + A B. The tensors' dtype and `dot_precision` decide how; for 16 bits there is only one way."""
     return tl.dot(A, B, C, input_precision="tf32x3" if f.policy.ieee is None else "ieee")
 
 
 @triton.jit
-def number_rows(numbers, h, first):
+def row_stats_by_pointers(stats, h, first):
     """The numbers (rows,) that belong to the queries of head h from `first` on, and 0 beyond N."""
-    row = first + numbers.row
-    return tl.load(numbers.x + (numbers.b + h).to(tl.int64) * numbers.strides + row, mask=row < numbers.N, other=0.0)
+    row = first + stats.row
+    return tl.load(stats.x + (stats.b + h).to(tl.int64) * stats.strides + row, mask=row < stats.N, other=0.0)
 
 
 @triton.jit
-def load_numbers(numbers, h, first, f, MASKED: tl.constexpr):
+def load_row_stats(stats, h, first, f, MASKED: tl.constexpr):
     if (f.policy.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
-        return number_rows(numbers, h, first)
+        return row_stats_by_pointers(stats, h, first)
     else:
-        return numbers.box.load([numbers.b + h, numbers.start + first]).reshape(numbers.row.shape[0])
+        return stats.box.load([stats.b + h, stats.start + first]).reshape(stats.row.shape[0])
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -119,15 +119,16 @@ def clear_kernel(x, strides, starts, sequences, N, D: tl.constexpr, D_pad: tl.co
         tl.store(head + row.to(tl.int64) * strides[2] + column, 0.0, mask=(row < N) & (column < D))
 
 
-def new_packed(record, x, starts):
-    """A tensor like x (1, H, N, D) whose sequences begin at `starts`; the rows after the last one are 0."""
+def new_like(record, x, starts):
+    """A tensor like x (B, H, N, D). If its packed sequences begin at `starts`, the rows after the last one are 0."""
     new, (_, H, N, D) = record.new(x.shape, like=x), x.shape
-    D_pad = triton.next_power_of_2(D)
-    record.launch(clear_kernel, (H, 4), new, strides_of(new), starts, len(starts) - 1, N, D=D, D_pad=D_pad)
+    if starts is not None:
+        D_pad = triton.next_power_of_2(D)
+        record.launch(clear_kernel, (H, 4), new, strides_of(new), starts, len(starts) - 1, N, D=D, D_pad=D_pad)
     return new
 
 
-def products(x):
+def dot_precision(x):
     """How matrices like x are multiplied; fwd_0_fused.py explains the words."""
     if x.element_size() == 2:
         return "16 bits"
@@ -161,6 +162,6 @@ def describe(x, rows, D_pad):
     return TensorDescriptor(x, list(x.shape), [*strides_of(x), 1], [1, 1, rows, D_pad])
 
 
-def describe_numbers(x, N, rows):
+def describe_row_stats(x, N, rows):
     """A descriptor of the first N numbers in each row of x (B * H, stride), with boxes of so many."""
     return TensorDescriptor(x, [len(x), N], [x.stride(0), 1], [1, rows])
