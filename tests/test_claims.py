@@ -14,7 +14,14 @@ import pytest
 from steps.course.bench import ablations, ring, rows
 from steps.course.bench.cost import Point
 from steps.course.demo import training
-from steps.course.figures import measured, n02b_tensor_cores, n02y_deeper, n03b_triton_features, ring_tables
+from steps.course.figures import (
+    measured,
+    n02b_tensor_cores,
+    n02y_deeper,
+    n03b_triton_features,
+    n03y_deeper,
+    ring_tables,
+)
 from steps.course.workbook import show
 from steps.step02_fa2_cuda import emulator
 
@@ -66,6 +73,10 @@ SHARES = [  # page, words, and of each pair of numbers: the kernels, whom they a
      ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {"D": 128}), ("fwd_3_gluon", "fa4", 4096, 2**14, {"D": 128})),
     ("03a", "at D = 64 it has # to # and # to #.",
      ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {"D": 64}), ("fwd_3_gluon", "fa4", 4096, 2**14, {"D": 64})),
+    ("03y", "the forward has # to # of cuDNN's speed and # to # of FlashAttention-4's; "
+     "the backward has # to # and # to #.",
+     ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {}), ("fwd_3_gluon", "fa4", 4096, 2**14, {}),
+     ("bwd_2_gluon", "sdpa-cudnn", 4096, 2**14, {}), ("bwd_2_gluon", "fa4", 4096, 2**14, {})),
     ("03a", "Backward: `gluon` has # to # and # to #.",
      ("bwd_2_gluon", "sdpa-cudnn", 4096, 2**14, {}), ("bwd_2_gluon", "fa4", 4096, 2**14, {})),
 ]  # fmt: skip
@@ -284,6 +295,23 @@ def test_products_of_the_backward():
     says("03a", "S, dP, dV, dK: # |", counted[0])
     says("03a", "S, dP, dQ: # |", counted[1])
     assert sum(counted) == 7 and says("03a", "seven products instead of five, and no atomics")
+
+
+def test_ideas_of_the_forward_in_gluon():
+    head = (rows.ROOT / "steps/step03_triton/fwd_3_gluon.py").read_text().split('"""')[1]
+    (table,) = [part for part in head.split("\n\n") if part.startswith("    idea ")]
+    ideas = [re.split(" {2,}", line.strip()) for line in table.splitlines()[1:]]
+    assert len(ideas) > 4 and all(says("03y", f"| {idea} | {gain} |") for idea, gain in ideas)
+
+
+def test_words_for_gluon_beside_its_peers():
+    assert shares("fwd_3_gluon", "sdpa-cudnn", 2048, 2**14, {})[0] > 1
+    short, long = (shares("fwd_3_gluon", "fa4", N, N, {"B": 2**14 // N}) for N in (1024, 2**14))
+    assert short[0] > 1 > long[1]
+    cudnn, fa4 = (shares("bwd_2_gluon", peer, 1024, 2**14, {}) for peer in ("sdpa-cudnn", "fa4"))
+    assert cudnn[0] > 1 > fa4[1]
+    alt = n03y_deeper.beside_peers().alt
+    assert "faster than cuDNN from N = 2048 on" in alt and "slower than FlashAttention-4 everywhere" in alt
 
 
 def test_features():

@@ -36,7 +36,7 @@ each_of_the_main_line = pytest.mark.parametrize("path", MAIN, ids=lambda path: p
 
 
 def test_there_are_eleven_with_a_script_each_and_those_that_go_deeper():
-    assert [p.stem.removesuffix("_deeper") for p in DEEPER] == ["01x", "02x", "02y", "03x", "04x"]
+    assert [p.stem.removesuffix("_deeper") for p in DEEPER] == ["01x", "02x", "02y", "03x", "03y", "04x"]
     assert [p.stem for p in MAIN] == [
         "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
         "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
@@ -378,6 +378,10 @@ PRINTED = [  # a notebook, what is looked for in all that it prints, and what is
     ("03x_deeper", *numbers(  # full and causal, if the rows are of the kernels as they are
         r"compiled (\d+), sdpa-cudnn (\d+)",
         lambda *found: not found or found[0][0] > 0.9 * found[0][1] and found[1][0] < found[1][1] / 4)),
+    ("03y_deeper", r"alternate = \d: ([\d.]+)", ["0.68", "0.68", "0.63", "0.97", "0.80", "0.97"]),
+    ("03y_deeper", r"taken: \((\d+), (\d)\)", [("16", "1")]),
+    ("03y_deeper", r"^row (\d+): row (\d+) of the tensor, (read|beyond)", [
+        ("0", "700", "read"), ("299", "999", "read"), ("300", "1000", "beyond")]),
 ]  # fmt: skip
 
 

@@ -261,7 +261,7 @@ for keys, queries, words in (
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The second order has a price. Block j has more steps than block j + 1, so with many tiles the blocks drift apart: they
 # read other queries at the same time, and need more and more of the L2 cache. When it is full, the memory is the limit.
-# Above 16k keys, and with grouped heads, bwd_3 therefore takes the first order and lets the blocks wait.
+# Above 16k keys, and with grouped heads, the launch therefore takes the first order, and lets the blocks wait.
 #
 # Without a mask all blocks of a head begin with the same queries, and each runs one step behind the block before it. While
 # blocks wait, others of a second head can run, but only as many heads as fit into the cache.

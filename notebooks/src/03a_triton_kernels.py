@@ -236,7 +236,7 @@ figures.instructions()
 # `else` below loads by pointers.
 #
 # In two more rungs some warps multiply while others compute exponentials: `roles` by an argument to the compiler,
-# `gluon` in Gluon; see [03x](03x_deeper.ipynb). (`fa4` is FlashAttention-4.)
+# `gluon` in Gluon; see [03x](03x_deeper.ipynb) and [03y](03y_deeper.ipynb). (`fa4` is FlashAttention-4.)
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "fwd_3_gluon"):

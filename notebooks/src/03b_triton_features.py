@@ -170,7 +170,7 @@ for counter in ((0, 5, 0, 0), (1, 5, 0, 0), (0, 6, 0, 0)):
 # Sequences of unequal length lie behind each other in one tensor with B = 1. `cu_seqlens`, the cumulative sum of their
 # lengths, says where each begins; positions count from there. The grid is made for the longest, `max_seqlen`; surplus
 # programs return at once. On Hopper `flash_gluon.py` has roles for them and for windows; see
-# [03x](03x_deeper.ipynb).
+# [03y](03y_deeper.ipynb), section 7.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)

@@ -44,10 +44,10 @@ def lockstep(work, steps):
     return spans
 
 
-def ping_pong(work, steps):
+def ping_pong(work, steps, groups=2):
     """The same with turns: each unit serves one warpgroup at a time, and they alternate."""
-    free, ready, spans = dict.fromkeys(work, 0), [0, 0], []
-    for group, (unit, clocks) in itertools.product(steps * (0, 1), work.items()):
+    free, ready, spans = dict.fromkeys(work, 0), [0] * groups, []
+    for group, (unit, clocks) in itertools.product(steps * tuple(range(groups)), work.items()):
         start = max(free[unit], ready[group])
         free[unit] = ready[group] = start + clocks
         spans.append((unit, group, start, start + clocks))

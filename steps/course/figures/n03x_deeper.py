@@ -1,4 +1,4 @@
-"""What notebook 03x compiles and reads from recorded rows."""
+"""What notebook 03x compiles, and the recorded rows that it shows."""
 
 import re
 import warnings
@@ -16,6 +16,14 @@ def shares(kernel, other):
     """A kernel's speed in another's, or in a peer's, in one run on an H100, from N = 1024 on."""
     found = [row for row in fresh() if row["gpu"] == measured.H100.name and row["N"] > 512]
     return measured.shares(found, [kernel], other)
+
+
+def compiled_formula():
+    """Prints TFLOP/s of the plain formula under torch.compile, of cuDNN and of rung tma in one run on an H200."""
+    for causal in (False, True):
+        found = measured.of_one_run("compiled", "sdpa-cudnn", "fwd_1_tma", N=16384, causal=causal)
+        speeds = ", ".join(f"{name} {tflops:.0f}" for name, tflops in found.items())
+        print(f"causal {causal!s:5} TFLOP/s: {speeds or 'not measured as it is now'}")
 
 
 def descriptors():
