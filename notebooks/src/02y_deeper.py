@@ -203,7 +203,7 @@ measured.ideas("fwd_8_hopper", "PERSISTENT", "SKIP")
 figures.timelines()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# For less than a third of the time. The tensor cores serve both groups, and the group that asks second gets its S later.
+# For less than a third of their softmax. The tensor cores serve both groups, and the group that asks second gets its S later.
 # So the groups drift apart by themselves, and turns gain next to nothing here.
 #
 # The products of a step take 2,048 clocks by the datasheet. A kernel without exponentials, or without the whole softmax,
@@ -224,8 +224,8 @@ measured.ideas("fwd_8_hopper", "OVERLAP", "PINGPONG")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The two ideas change places. From N = 4096 on OVERLAP brings 10 to 14 % at D = 128, and 2 to 4 % at D = 64. PINGPONG
-# brings 8 to 18 % at D = 64, and nothing at D = 128. Both fill the time of the exponentials with products. At D = 64, with
-# three warpgroups, the products of the other groups do.
+# brings 8 to 18 % at D = 64, and nothing at D = 128. Both put products beside the exponentials: OVERLAP those of the same
+# warpgroup, PINGPONG those of another one. At D = 64 there are three warpgroups, so that another one nearly always has some.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. The order of dQ on Hopper
