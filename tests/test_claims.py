@@ -113,13 +113,15 @@ def test_what_a_wavefront_feeds():
     feeds = {rung: n02b_tensor_cores.per_wavefront(rung) for rung in n02b_tensor_cores.RUNGS}
     ceilings = {rung: n02b_tensor_cores.WAVEFRONTS * flop for rung, flop in feeds.items()}
     steps = {b: feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)}
-    says("02b", "one feeds # FLOP.", feeds["scalar"])
-    says("02b", "**ceiling**, # TFLOP/s", ceilings["scalar"])
+    says("02b", "one wavefront feeds # FLOP,", feeds["scalar"])
     says("02b", "Three times as many, #.", feeds["warp"])
+    says("02b", "**ceiling**, # TFLOP/s", ceilings["warp"])
     says("02b", "feeds # FLOP, only # times", feeds["mma"], steps["mma"])
+    assert n02b_tensor_cores.per_wavefront("mma", 64) == feeds["mma"]
+    assert says("02b", "at D = 64 the count is the same")
     says("02b", "from # to # TFLOP/s, # times.", ceilings["mma"], ceilings["ldmatrix"], steps["ldmatrix"])
     assert feeds["cp_async"] == feeds["ldmatrix"] and says("02b", "Its wavefronts are exactly rung 3's.")
-    says("02b", "A wavefront feeds # times as many FLOP.", steps["fa2"])
+    says("02b", "A wavefront feeds # times as many FLOP,", steps["fa2"])
     says("02b", "The ceiling, # TFLOP/s", ceilings["fa2"])
     in_order = sorted(steps, key=steps.get, reverse=True)
     says("02b", "By the counts: " + ", ".join(f"`{rung}` #" for rung in in_order), *map(steps.get, in_order))
@@ -128,7 +130,8 @@ def test_what_a_wavefront_feeds():
         assert min(speeds, key=speeds.get) == "fa2" and says("02b", "Measured, `fa2` comes last.")
     scalar = n02b_tensor_cores.speed("scalar", 64)
     if not math.isnan(scalar):
-        assert scalar > ceilings["scalar"] and says("02b", "measured at #, *above* its ceiling", scalar)
+        told = "measured at # TFLOP/s, above its ceiling of #:"
+        assert scalar > ceilings["scalar"] and says("02b", told, scalar, ceilings["scalar"])
 
 
 def test_parts_of_two_kernels():
