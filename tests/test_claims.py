@@ -7,12 +7,10 @@ import functools
 import itertools
 import math
 import re
-import statistics
 
 import pytest
 
-from steps.course.bench import ablations, ring, rows
-from steps.course.bench.cost import Point
+from steps.course.bench import ring, rows
 from steps.course.demo import training
 from steps.course.figures import measured, n02b_tensor_cores, n02x_deeper, n03b_triton_features, ring_tables
 from steps.course.workbook import show
@@ -47,21 +45,13 @@ def span(values):
 
 # --- shares of another kernel's or a peer's speed, in one run ---------------------------------------------------------
 
-FWD, BWD, BOTH = "fwd_8_hopper", "bwd_3_hopper", "fwd_8_hopper bwd_3_hopper"
+FWD, BWD = "fwd_8_hopper", "bwd_3_hopper"
 SHARES = [  # page, words, and of each pair of numbers: the kernels, whom they are compared with, N from, N to, sizes
     (FA3, "D = 64: ours has # to # of its speed.", (FWD, "fa3", 0, 2**14, {"D": 64})),
     (FA3, "D = 128, full: # to #.", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False})),
     (FA3, "D = 128, causal: # to #, from", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": True})),
-    ("02d", "`hopper` without turns has # to # of its speed, and without OVERLAP # to #.",
-     (f"{FWD}:PINGPONG=0", FWD, 4096, 4096, {"D": 128}), (f"{FWD}:OVERLAP=0", FWD, 4096, 4096, {"D": 128})),
-    ("02d", "N = 1024 on, where `hopper` has # to # of its speed. Without a mask `hopper` has # to # of it, and at "
-     "D = 64 # to #.", (FWD, "fa3", 1024, 2**14, {"D": 128, "causal": True}),
-     (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False}), (FWD, "fa3", 0, 2**14, {"D": 64})),
     ("02e", "they take turns, at # to # of the speed.", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
     (RESULTS, "leaves the backward of stage 02 # to # of its speed", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
-    ("02e", "both have # to # of its speed (in a second of calls without a pause, at N = 16384, # to #)",
-     (BOTH, "fa4", 4096, 2**14, {}), (BOTH, "fa4", 2**14, 2**14, {"timing": "sustained"})),
-    ("02e", "our backward has # to # of its speed", (BWD, "fa4", 0, 4095, {})),
     ("03a", "at D = 128 `gluon` has # to # of cuDNN's speed and # to # of FlashAttention-4's;",
      ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {"D": 128}), ("fwd_3_gluon", "fa4", 4096, 2**14, {"D": 128})),
     ("03a", "at D = 64 it has # to # and # to #.",
@@ -91,8 +81,6 @@ def test_shares_of_others(page, words, pairs):
 
 def test_shares_of_which_one_is_told():
     says(FA3, "from N = 1024 on at most #.", shares(FWD, "fa3", 1024, 2**14, {"D": 128, "causal": True})[1])
-    says("02e", "our forward leads by up to # %", 100 * shares(FWD, "fa4", 0, 4095, {})[1] - 100)
-    says("02e", "In one forward at N = 512 we have # of cuDNN's speed.", shares(FWD, "sdpa-cudnn", 0, 512, {})[0])
     without = [shares(f"{FWD}:PERSISTENT=0", FWD, N, N, {}) for N in (512, 2**14)]
     slower = [100 / share - 100 for least, most in without for share in (most, least)]
     says("02x", "the kernel is slower by # to # % at N = 512, and by # to # % at N = 16384.", *slower)
@@ -134,13 +122,7 @@ def test_what_a_wavefront_feeds():
         assert scalar > ceilings["scalar"] and says("02b", told, scalar, ceilings["scalar"])
 
 
-def test_parts_of_two_kernels():
-    took = {(one["without"], one["D"]): one["ms_median"] for one in ablations.read("left_out")["times"]}
-    says("02e", "At D = 128 the additions to dq, # %", 100 - 100 * took["additions to dq", 128] / took[None, 128])
-    left = Point(4, 16, 4096, 128).flops("bwd") / took["all four", 128] / 1e9
-    products = [row["tflops"] for row in rows.read() if row["peer"] == "matmul" and "H200" in row["gpu"]]
-    assert round(10 * left / statistics.median(products)) == 9
-    assert says("02e", "has nine tenths of the speed of a matrix product")
+def test_parts_of_a_kernel():
     exact = {changed: found for changed, found, _ in n02x_deeper.recorded()}
     spent = [round(exact[one], -1) for one in ("OVERLAP = 1, PINGPONG = 1", "without exp", "without softmax")] + [2050]
     words = "Of the # clocks beyond the products # vanish with the exponentials and # with the rest of the softmax. "
