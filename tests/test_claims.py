@@ -96,6 +96,16 @@ def test_what_each_rung_brought():
     says("02d", "a factor of # times #, against #.", *factors)
 
 
+def test_shares_of_the_yardstick():
+    """Rung fa2 beside cuDNN, forward and backward."""
+    shares = []
+    for kernel in ("fwd_5_fa2", "bwd_1_fa2"):
+        mine, _, cudnn = measured.rung_row(kernel, peer="sdpa-cudnn")
+        shares.append(mine["tflops"] / cudnn["tflops"])
+    says("02c", "which reached # of the speed of cuDNN's forward.", shares[0])
+    assert 0.48 < shares[1] < min(0.52, shares[0]) and says("02c", "Half, a little less than in the forward.")
+
+
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
 def test_what_a_wavefront_feeds():
     feeds = {rung: n02b_tensor_cores.per_wavefront(rung) for rung in n02b_tensor_cores.RUNGS}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from steps import catalogue
 from steps.course.bench import cost
-from steps.course.figures import n02a_first_kernels
+from steps.course.figures import measured, n02a_first_kernels
 from support import preloaded_kernel
 
 # Jupyter takes seconds to import, in each process that collects the tests. So the functions that need it import it.
@@ -383,6 +383,26 @@ def test_a_page_prints_what_its_prose_says(stem, pattern, wants, executions):
         pytest.skip(missing[0])
     found = re.findall(pattern, text, re.M)
     assert wants(found) if callable(wants) else found == wants, found
+
+
+def test_recorded_speeds_on_the_pages_are_those_of_todays_rows():
+    """A page that was not executed again after a new measurement contradicts the others."""
+    texts = {p.stem: "".join(o.get("text", "") for c in code_cells(p) for o in c.outputs) for p in NOTEBOOKS}
+    gpus = {gpu.name: gpu for gpu in (measured.H200, measured.H100)}
+    lines = r"^(\w+): .+\n  \((.+), (\w+), D = (\d+), N = (\d+), full\)$"
+    seen = 0
+    for stem, text in texts.items():
+        for found in re.finditer(lines, text, re.M):
+            kernel, gpu, dtype, *sizes = found.groups()
+            D, N = map(int, sizes)
+            at = dict(gpu=gpus[gpu], dtype=dtype, D=D, N=N)
+            today = {measured.rung(kernel, peer=peer, **at) for peer in (None, "sdpa-cudnn")}
+            assert found[0] in today, (stem, found[0])
+            seen += 1
+    assert seen > 10
+    for pass_, stems in {"fwd": ("02b",), "bwd": ("02e",)}.items():
+        for stem in stems:
+            assert measured.rungs(pass_) in next(text for name, text in texts.items() if name.startswith(stem))
 
 
 @pytest.mark.compile
