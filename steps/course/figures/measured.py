@@ -11,11 +11,14 @@ from steps.course.figures.plots import GREYS, INK, PEERS, colour_of, differing, 
 H200, H100 = cost.GPUS["NVIDIA H200"], cost.GPUS["NVIDIA H100 80GB HBM3"]
 
 
-def speed_bars(found):
-    """TFLOP/s as bars with their values, fastest on top. One row for each kernel and peer, at one size."""
+def speed_bars(found, grey=()):
+    """TFLOP/s as bars with their values, fastest on top. One row for each kernel and peer, at one size.
+
+    A kernel has the colour of its rung, unless it is one of `grey`.
+    """
     fig, ax = subplots()
     ordered = sorted(found, key=lambda row: row["tflops"])
-    others = [row["peer"] is not None and row["peer"] not in PEERS for row in ordered]
+    others = [row["kernel"] in grey or row["peer"] is not None and row["peer"] not in PEERS for row in ordered]
     colours = [GREYS[1] if other else colour_of(row["peer"] or row["kernel"])
                for row, other in zip(ordered, others, strict=True)]  # fmt: skip
     bars = ax.barh([label(row) for row in ordered], [row["tflops"] for row in ordered], height=0.7, color=colours)

@@ -65,7 +65,7 @@ def addresses():
     axes[1].set_xlabel("small: the lane that gives the\naddress of this row of a matrix")
     return picture(fig, """Three squares of 16 x 16 in four quarters, the matrices 0 to 3. In the operand, and in a tile
     stored like it, 0 is top left, 1 bottom left, 2 top right, 3 bottom right; the rows of matrix 0 have lanes 0 to 7,
-    those of matrix 1 lanes 8 to 15, and so on. In a tile that stores the transpose 1 is top right and 2 bottom left.""")
+    those of matrix 1 lanes 8 to 15, and so on. In a tile with the transpose 1 is top right and 2 bottom left.""")
 
 
 def diffs():
