@@ -48,7 +48,8 @@ print(measured.rungs("fwd"))
 # A multiprocessor (SM) gets one wavefront a cycle.
 #
 # An addition or a multiplication is one FLOP. In one cycle the tensor cores of an SM do 4096 FLOP (NVIDIA's Hopper
-# whitepaper). How many must one wavefront *feed*, so that the units are never idle? The emulation counts what it feeds.
+# whitepaper). How many must one wavefront *feed*, so that the units are never idle? The emulation counts what it does feed,
+# and prints for each function wavefronts / accesses of a warp, for one tile of keys:
 
 # %% slideshow={"slide_type": "fragment"}
 wavefronts = gpu.half_tflops / 4096  # of all multiprocessors, 10^12 a second
@@ -80,8 +81,8 @@ figures.ceiling("warp")
 # **Claim.** Two C fragments side by side are an A fragment. So S = Q Kᵀ, in registers, becomes the operand of P V where it
 # lies.
 #
-# To see it, a small kernel loads X (16 x 16) as A and as B. Then it multiplies X by the identity, so that C holds X, too.
-# The numbers of X name their place: 16 times the row, plus the column.
+# A small kernel loads X (16 x 16) as A and as B, and multiplies it by the identity, so that C holds X, too. The numbers of X
+# name their place: 16 times the row, plus the column.
 
 # %% slideshow={"slide_type": "fragment"}
 A, B, two_C = figures.who_holds_what()
@@ -178,9 +179,8 @@ check("02.6", keys_seen)
 figures.banks()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The instruction `ldmatrix` fetches four matrices of 8 x 8 numbers at once. Lane t gives the address of one row: row t % 8
-# of matrix t / 8. Then the instruction deals each matrix out to the 32 lanes. Which lane gets which number? With `.trans`
-# the matrix is transposed on the way, as V needs it:
+# The instruction `ldmatrix` fetches four matrices of 8 x 8 numbers at once. Lane t gives the address of row t % 8 of matrix
+# t / 8. Then each matrix is dealt out to the 32 lanes, with `.trans` transposed, as V needs it. The numbers are lanes:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.dealt()
@@ -233,9 +233,8 @@ show("fwd_4_cp_async", "  for (int j = 0; j < keys", until="  int64_t row = int6
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 5, `fa2`: 32 rows a warp
 #
-# **Claim.** In rung 4 a warp fetches a fragment of K or V and uses it once, for its 16 rows. If a warp owns 32 rows, it
-# uses each fragment twice. The price is registers, so Q goes back to shared memory. What else rung 5 changes is measured
-# idea by idea in [02x](02x_deeper.ipynb).
+# **Claim.** In rung 4 a warp uses each fragment of K or V once, for its 16 rows. If it owns 32 rows, it uses each twice. The
+# price is registers, so Q goes back to shared memory. What else rung 5 changes is measured in [02x](02x_deeper.ipynb).
 #
 # A wavefront feeds 1.67 times as many FLOP, but the speed does not follow. The ceiling, 660 TFLOP/s, is now about what
 # `mma` itself reaches on Hopper: two thirds of 989.4, by FlashAttention-3's authors.
@@ -337,10 +336,10 @@ figures.roofline()
 #
 #    Parts of l can be added at the end. All four lanes need the same maximum for alpha and P.
 #    </details>
-# 5. Why do the longest blocks of a causal mask start first?
+# 5. Why can `ldmatrix` without a swizzle not be faster than plain loads?
 #    <details><summary>Answer</summary>
 #
-#    A long block that starts last runs alone.
+#    The eight rows of a matrix begin in the same bank, so each matrix takes eight wavefronts, as before.
 #    </details>
 #
 # **Go further**

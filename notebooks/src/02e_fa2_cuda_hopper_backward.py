@@ -146,7 +146,8 @@ show("bwd_2_wgmma", step, until="__syncthreads();  // nobody still")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # There is one barrier a step, where the warpgroups exchange dSᵀ. `fence_async` before it makes the stores visible to
-# wgmma, which reads shared memory by another path.
+# wgmma, which reads shared memory by another path. dSᵀ has two buffers, which are used in turn: a warpgroup that is already
+# in the next step writes the other one.
 #
 # ### The new roof
 #

@@ -91,7 +91,7 @@ def gains():
     """Prints what each rung gained over the one before, in the speed measured and in what a wavefront feeds."""
     for before, rung in itertools.pairwise(RUNGS):
         counted = per_wavefront(rung) / per_wavefront(before)
-        print(f"{rung:9} x {gain(before, rung):.2f} measured, x {counted:.2f} counted")
+        print(f"{rung:9} x {counted:.2f} counted, x {gain(before, rung):.2f} measured at D = {RUNGS[before]}")
 
 
 def feeds(rung):
