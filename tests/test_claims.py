@@ -54,21 +54,14 @@ def span(values):
 
 # --- shares of another kernel's or a peer's speed, in one run ---------------------------------------------------------
 
-FWD, BWD, BOTH = "fwd_8_hopper", "bwd_3_hopper", "fwd_8_hopper bwd_3_hopper"
+FWD, BWD = "fwd_8_hopper", "bwd_3_hopper"
+BOTH = f"{FWD} {BWD}"
 SHARES = [  # page, words, and of each pair of numbers: the kernels, whom they are compared with, N from, N to, sizes
     (FA3, "D = 64: ours has # to # of its speed.", (FWD, "fa3", 0, 2**14, {"D": 64})),
     (FA3, "D = 128, full: # to #.", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False})),
     (FA3, "D = 128, causal: # to #, from", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": True})),
-    ("02d", "`hopper` without turns has # to # of its speed, and without OVERLAP # to #.",
-     (f"{FWD}:PINGPONG=0", FWD, 4096, 4096, {"D": 128}), (f"{FWD}:OVERLAP=0", FWD, 4096, 4096, {"D": 128})),
-    ("02d", "N = 1024 on, where `hopper` has # to # of its speed. Without a mask `hopper` has # to # of it, and at "
-     "D = 64 # to #.", (FWD, "fa3", 1024, 2**14, {"D": 128, "causal": True}),
-     (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False}), (FWD, "fa3", 0, 2**14, {"D": 64})),
     ("02e", "they take turns, at # to # of the speed.", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
     (RESULTS, "leaves the backward of stage 02 # to # of its speed", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
-    ("02e", "both have # to # of its speed (in a second of calls without a pause, at N = 16384, # to #)",
-     (BOTH, "fa4", 4096, 2**14, {}), (BOTH, "fa4", 2**14, 2**14, {"timing": "sustained"})),
-    ("02e", "our backward has # to # of its speed", (BWD, "fa4", 0, 4095, {})),
     ("03a", "at D = 128 `gluon` has # to # of cuDNN's speed and # to # of FlashAttention-4's;",
      ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {"D": 128}), ("fwd_3_gluon", "fa4", 4096, 2**14, {"D": 128})),
     ("03a", "at D = 64 it has # to # and # to #.",
@@ -77,6 +70,14 @@ SHARES = [  # page, words, and of each pair of numbers: the kernels, whom they a
      "the backward has # to # and # to #.",
      ("fwd_3_gluon", "sdpa-cudnn", 4096, 2**14, {}), ("fwd_3_gluon", "fa4", 4096, 2**14, {}),
      ("bwd_2_gluon", "sdpa-cudnn", 4096, 2**14, {}), ("bwd_2_gluon", "fa4", 4096, 2**14, {})),
+    ("02y", "both have # to # of its speed (in a second of calls without a pause, at N = 16384, # to #)",
+     (BOTH, "fa4", 4096, 2**14, {}), (BOTH, "fa4", 2**14, 2**14, {"timing": "sustained"})),
+    ("02y", "our backward has # to # of its speed", (BWD, "fa4", 0, 4095, {})),
+    ("02y", "`hopper` without turns has # to # of its speed, and without OVERLAP # to #.",
+     (f"{FWD}:PINGPONG=0", FWD, 4096, 4096, {"D": 128}), (f"{FWD}:OVERLAP=0", FWD, 4096, 4096, {"D": 128})),
+    ("02y", "N = 1024 on, where `hopper` has # to # of its speed. Without a mask `hopper` has # to # of it, and at "
+     "D = 64 # to #.", (FWD, "fa3", 1024, 2**14, {"D": 128, "causal": True}),
+     (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False}), (FWD, "fa3", 0, 2**14, {"D": 64})),
     ("03a", "Backward: `gluon` has # to # and # to #.",
      ("bwd_2_gluon", "sdpa-cudnn", 4096, 2**14, {}), ("bwd_2_gluon", "fa4", 4096, 2**14, {})),
 ]  # fmt: skip
@@ -102,8 +103,8 @@ def test_shares_of_others(page, words, pairs):
 
 def test_shares_of_which_one_is_told():
     says(FA3, "from N = 1024 on at most #.", shares(FWD, "fa3", 1024, 2**14, {"D": 128, "causal": True})[1])
-    says("02e", "our forward leads by up to # %", 100 * shares(FWD, "fa4", 0, 4095, {})[1] - 100)
-    says("02e", "In one forward at N = 512 we have # of cuDNN's speed.", shares(FWD, "sdpa-cudnn", 0, 512, {})[0])
+    says("02y", "our forward leads by up to # %", 100 * shares(FWD, "fa4", 0, 4095, {})[1] - 100)
+    says("02y", "In one forward at N = 512 we have # of cuDNN's speed.", shares(FWD, "sdpa-cudnn", 0, 512, {})[0])
     without = [shares(f"{FWD}:PERSISTENT=0", FWD, N, N, {}) for N in (512, 2**14)]
     slower = [100 / share - 100 for least, most in without for share in (most, least)]
     says("02y", "the kernel is slower by # to # % at N = 512, and by # to # % at N = 16384.", *slower)
@@ -135,18 +136,30 @@ def test_what_each_rung_brought():
     says("02d", "a factor of # times #, against #.", *factors)
 
 
+def test_shares_of_the_yardstick():
+    """Rung fa2 beside cuDNN, forward and backward."""
+    shares = []
+    for kernel in ("fwd_5_fa2", "bwd_1_fa2"):
+        mine, _, cudnn = measured.rung_row(kernel, peer="sdpa-cudnn")
+        shares.append(mine["tflops"] / cudnn["tflops"])
+    says("02c", "which reached # of the speed of cuDNN's forward.", shares[0])
+    assert 0.48 < shares[1] < min(0.52, shares[0]) and says("02c", "Half, a little less than in the forward.")
+
+
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
 def test_what_a_wavefront_feeds():
     feeds = {rung: n02b_tensor_cores.per_wavefront(rung) for rung in n02b_tensor_cores.RUNGS}
     ceilings = {rung: n02b_tensor_cores.WAVEFRONTS * flop for rung, flop in feeds.items()}
     steps = {b: feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)}
-    says("02b", "one feeds # FLOP.", feeds["scalar"])
-    says("02b", "**ceiling**, # TFLOP/s", ceilings["scalar"])
+    says("02b", "one wavefront feeds # FLOP,", feeds["scalar"])
     says("02b", "Three times as many, #.", feeds["warp"])
+    says("02b", "**ceiling**, # TFLOP/s", ceilings["warp"])
     says("02b", "feeds # FLOP, only # times", feeds["mma"], steps["mma"])
+    assert n02b_tensor_cores.per_wavefront("mma", 64) == feeds["mma"]
+    assert says("02b", "at D = 64 the count is the same")
     says("02b", "from # to # TFLOP/s, # times.", ceilings["mma"], ceilings["ldmatrix"], steps["ldmatrix"])
     assert feeds["cp_async"] == feeds["ldmatrix"] and says("02b", "Its wavefronts are exactly rung 3's.")
-    says("02b", "A wavefront feeds # times as many FLOP.", steps["fa2"])
+    says("02b", "A wavefront feeds # times as many FLOP,", steps["fa2"])
     says("02b", "The ceiling, # TFLOP/s", ceilings["fa2"])
     in_order = sorted(steps, key=steps.get, reverse=True)
     says("02b", "By the counts: " + ", ".join(f"`{rung}` #" for rung in in_order), *map(steps.get, in_order))
@@ -155,16 +168,18 @@ def test_what_a_wavefront_feeds():
         assert min(speeds, key=speeds.get) == "fa2" and says("02b", "Measured, `fa2` comes last.")
     scalar = n02b_tensor_cores.speed("scalar", 64)
     if not math.isnan(scalar):
-        assert scalar > ceilings["scalar"] and says("02b", "measured at #, *above* its ceiling", scalar)
+        told = "measured at # TFLOP/s, above its ceiling of #:"
+        assert scalar > ceilings["scalar"] and says("02b", told, scalar, ceilings["scalar"])
 
 
 def test_parts_of_two_kernels():
     took = {(one["without"], one["D"]): one["ms_median"] for one in ablations.read("left_out")["times"]}
-    says("02e", "At D = 128 the additions to dq, # %", 100 - 100 * took["additions to dq", 128] / took[None, 128])
+    says("02y", "At D = 128 the additions to dq, # %", 100 - 100 * took["additions to dq", 128] / took[None, 128])
     left = Point(4, 16, 4096, 128).flops("bwd") / took["all four", 128] / 1e9
     products = [row["tflops"] for row in rows.read() if row["peer"] == "matmul" and "H200" in row["gpu"]]
     assert round(10 * left / statistics.median(products)) == 9
-    assert says("02e", "has nine tenths of the speed of a matrix product")
+    assert says("02y", "has nine tenths of the speed of a matrix product")
+    says("02y", "whole kernel reached # TFLOP/s at D = 128", measured.rung_row("bwd_3_hopper")[0]["tflops"])
     exact = {changed: found for changed, found, _ in n02y_deeper.recorded()}
     spent = [round(exact[one], -1) for one in ("OVERLAP = 1, PINGPONG = 1", "without exp", "without softmax")] + [2050]
     words = "Of the # clocks beyond the products # vanish with the exponentials and # with the rest of the softmax. "

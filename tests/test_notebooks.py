@@ -1,9 +1,11 @@
 """The notebooks execute, have the same cells as their scripts, and keep to sizes that make them readable."""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import inspect
+import io
 import json
 import re
 import shutil
@@ -395,6 +397,35 @@ def test_a_page_prints_what_its_prose_says(stem, pattern, wants, executions):
         pytest.skip(missing[0])
     found = re.findall(pattern, text, re.M)
     assert wants(found) if callable(wants) else found == wants, found
+
+
+READ_ROWS = {"rung", "rungs", "shares", "beside", "parts_left_out"}  # functions of steps/course/figures
+
+
+def called(node):
+    """The names of the functions that a piece of code calls, without those of modules before them."""
+    calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return {ast.unparse(function).split(".")[-1] for function in calls}
+
+
+@each_notebook
+def test_recorded_speeds_on_a_page_are_those_of_todays_rows(path):
+    """A page that was not executed again after a new measurement would contradict the others."""
+    opening, *cells = code_cells(path)
+    statements = [(cell, node) for cell in cells for node in ast.parse(cell.source).body]
+    printing = [(cell, node) for cell, node in statements if {"print"} < called(node) <= READ_ROWS | {"print"}]
+    page = {}
+    if printing:
+        exec("\n".join(map(ast.unparse, imports(opening))), page)
+    for cell, node in printing:
+        with contextlib.redirect_stdout(io.StringIO()) as today:
+            exec(ast.unparse(node), page)
+        assert today.getvalue() in "".join(o.get("text", "") for o in cell.outputs), ast.unparse(node)
+
+
+def test_each_way_to_print_recorded_speeds_is_on_some_page():
+    texts = [node for path in NOTEBOOKS for cell in code_cells(path) for node in ast.parse(cell.source).body]
+    assert READ_ROWS - {"parts_left_out"} <= set().union(*map(called, texts))
 
 
 @pytest.mark.compile

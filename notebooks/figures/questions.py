@@ -12,7 +12,7 @@ import torch
 from matplotlib.colors import ListedColormap
 
 from steps.course.bench import cost
-from steps.course.figures.plots import COLOURS, FAINT, INK, style
+from steps.course.figures.plots import COLOURS, FAINT, INK, ink_on, style
 
 HERE = Path(__file__).parent
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -54,7 +54,8 @@ def where_numbers_live():
     for start, end, rate in ((3.4, 5.1, gpu.bandwidth), (8.7, 10.4, shared)):
         ax.annotate("", (end, 1.1), (start, 1.1), arrowprops={"arrowstyle": "<->", "lw": 1.6, "color": INK})
         ax.text((start + end) / 2, 1.3, f"{rate:.1f} TB/s", ha="center", fontsize=9)
-    ax.set(xlim=(-0.1, 13.7), ylim=(-0.1, 2.6), title=f"{gpu.name}: what has to pass, and how fast, all SMs together")
+        ax.text((start + end) / 2, 0.85, "all SMs\ntogether", ha="center", va="top", fontsize=9)
+    ax.set(xlim=(-0.1, 13.7), ylim=(-0.1, 2.6), title=f"{gpu.name}: what has to pass, and how fast")
     ax.axis("off")
     return fig
 
@@ -77,7 +78,7 @@ def thread_or_warp():
     axes[0].set_ylabel("query")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], COLOURS[5])]
     names = "one thread, or one lane", "the seven lanes that share its rows"
-    fig.legend(handles, names, fontsize=8, ncols=2, loc="outside lower center")
+    fig.legend(handles, names, fontsize=9, ncols=2, loc="outside lower center")
     return fig
 
 
@@ -101,7 +102,7 @@ def fetched_and_multiplied():
         ax.axis("off")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], FAINT, COLOURS[5])]
     names = "from shared memory", "in registers", "products of query and key, one step along d"
-    fig.legend(handles, names, fontsize=8, ncols=3, loc="outside lower center")
+    fig.legend(handles, names, fontsize=9, ncols=3, loc="outside lower center")
     return fig
 
 
@@ -158,21 +159,23 @@ def operands():
     }
     fetched, read, held = ways.values()
     steps = {
-        "bwd_1: mma": (("S", "dP", "dV", "dK", "dQ"), (fetched,) * 5, fetched),
-        "bwd_2: wgmma": (("Sᵀ", "dPᵀ", "dV", "dK", "dQ"), (read, read, held, held, read), read),
+        "bwd_1: mma": ("S Q K^T, dP dO V^T, dV P^T dO, dK dS^T Q, dQ dS K", (fetched,) * 5, fetched),
+        "bwd_2: wgmma": ("S^T K Q^T, dP^T V dO^T, dV P^T dO, dK dS^T Q, dQ dS K", (read, read, held, held, read), read),
     }
     fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.2), layout="constrained")
     for ax, (title, (products, firsts, second)) in zip(axes, steps.items(), strict=True):
-        for y, (product, first) in enumerate(zip(products, firsts, strict=True)):
-            ax.text(0.6, y + 0.5, f"{product} =", ha="right", va="center", fontsize=10)
+        for y, (product, first) in enumerate(zip(products.replace("^T", "ᵀ").split(", "), firsts, strict=True)):
+            result, *operands = product.split()
+            ax.text(0.6, y + 0.5, f"{result} =", ha="right", va="center", fontsize=10)
             ax.text(2.05, y + 0.5, "x", ha="center", va="center", fontsize=10)
-            for x, colour in ((0.8, first), (2.2, second)):
+            for x, colour, name in zip((0.8, 2.2), (first, second), operands, strict=True):
                 ax.add_patch(plt.Rectangle((x, y + 0.12), 1.1, 0.76, fc=colour, ec=INK, lw=0.8))
+                ax.text(x + 0.55, y + 0.5, name, color=ink_on(colour), ha="center", va="center", fontsize=10)
         ax.set(xlim=(-0.2, 3.6), ylim=(5, 0))
         ax.set_title(title, fontsize=10)
         ax.axis("off")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in ways.values()]
-    fig.legend(handles, ways, fontsize=8, ncols=3, loc="outside lower center")
+    fig.legend(handles, ways, fontsize=9, ncols=3, loc="outside lower center")
     return fig
 
 
@@ -276,13 +279,13 @@ def at_hand():
             ax.grid(False)
             ax.set_title(f"{title}: {name}", fontsize=10, loc="left")
         column[1].set_xlabel("rank whose positions")
-    axes[1, 3].text(0.5, 1.5, "one after the other", fontsize=8, rotation=90, ha="center", va="center")
+    axes[1, 3].text(0.5, 1.5, "one after the other", fontsize=9, rotation=90, ha="center", va="center")
     axes[1, 3].annotate("", (1.4, 3.5), (0.4, 3.5), arrowprops={"arrowstyle": "->", "lw": 1.6, "color": INK})
     for ax in axes[:, 0]:
         ax.set_ylabel("head")
     handles = [plt.Rectangle((0, 0), 1, 1, fc=colour, ec=INK) for colour in (COLOURS[5], COLOURS[1])]
     names = "rank 2's own", "sent to rank 2"
-    fig.legend(handles, names, fontsize=8, ncols=2, loc="outside lower center")
+    fig.legend(handles, names, fontsize=9, ncols=2, loc="outside lower center")
     return fig
 
 

@@ -20,7 +20,7 @@
 # rows.](../notebooks/figures/question_02a.png)
 #
 # - **Before you start:** notebooks 00 and 01; reading C. No GPU: g++ runs the kernels.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before rung 1.
 # - **Code:** [`fwd_0_scalar.cu`](../steps/step02_fa2_cuda/fwd_0_scalar.cu),
 #   [`fwd_1_warp.cu`](../steps/step02_fa2_cuda/fwd_1_warp.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -35,25 +35,28 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# Stage 01's `published` has one block for each head: 32 heads keep 32 of an H200's 132 multiprocessors busy.
-# `loops_swapped` has one for each *query tile*. In `registers` a thread also keeps a patch of 8 x 8 scores.
+# Notebook 01 began with one block for each head: with 32 heads 32 of an H200's 132 multiprocessors (SMs) are busy. Then it
+# took one block for each *query tile*, and in its last kernel, `registers`, a thread keeps a patch of 8 x 8 scores.
 #
-# PyTorch's kernel (`sdpa-efficient`) is still ahead. Numba has no words for what is missing: loads of four numbers at
-# once, threads that exchange numbers, and tensor cores (02b).
+# How far is that? A **peer** is a kernel of others, measured in the same run on the same inputs. From 02b on it is cuDNN,
+# which takes no float32. Here it is PyTorch's kernel for float32, `sdpa-efficient`, at D = 64:
 
 # %% slideshow={"slide_type": "fragment"}
-for kernel in figures.KERNELS[:3]:
-    print(measured.rung(kernel, D=64, dtype="fp32"))
+print(measured.rung("fwd_2_registers", D=64, dtype="fp32", peer="sdpa-efficient"))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# CUDA C++ has words for what Numba lacks: loads of four numbers at once, threads that exchange numbers, and tensor cores
+# (02b).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: owners who agree on m
 #
-# **Claim.** For *any* number m, the same in the numerator and the denominator,
+# **Claim.** Take *any* number m, and use the same m above and below the line. Then
 #
 # $$O_i = \frac{\sum_j e^{S_{ij} - m}\, V_j}{\sum_j e^{S_{ij} - m}}$$
 #
-# No other row occurs in it, so rows can be divided freely among workers. The *keys* of a row can be divided, too, if
-# all its workers use one m: then their parts of both sums add up.
+# because e^-m cancels. No other row occurs in it, so rows can be divided freely among workers. The *keys* of a row can be
+# divided, too, if all its workers use one m: then their parts of both sums add up.
 #
 # Take notebook 00's six tokens, and two workers with three keys each. First each uses its own maximum, then both one:
 
@@ -103,7 +106,7 @@ figures.owners()
 # | `cuda.local.array(n, float32)` | `float O[n]` | registers |
 # | an array as an argument | `float (&O)[n]`; a number: `float& m` | the caller's own, not a copy |
 # | `cuda.syncthreads()` | `__syncthreads()` | the barrier of a block |
-# | a factory with `Br`, `Bc`, `D` | macros `Br`, `Bc`, `D` | known to the compiler |
+# | `Br`, `Bc`, `D`, fixed when the kernel is made | macros `Br`, `Bc`, `D` | known to the compiler |
 #
 # On a GPU `Global` and `Shared` are plain pointers; under g++ they know their bounds. A first kernel reverses an array:
 
@@ -127,20 +130,14 @@ print(y)
 # g++ compiles the text unchanged, with an **emulation** of CUDA behind it. A thread runs alone until it has to wait. The
 # threads come in an order that we choose: forward, reverse or random.
 #
-# Three mistakes in `mirror`, and what the emulation says of each. Its shared memory starts as NaN. A GPU says nothing: its
-# barrier does not wait for threads that have returned, and the block goes on without what they should have stored.
+# Three mistakes in `mirror`, each with the old line (-) and the new one (+), and what the emulation says. Its shared memory
+# starts as NaN.
+#
+# A GPU says nothing. A barrier waits for all threads of the block *that have not returned* (01). So on a GPU nobody waits
+# for thread 5, and the block goes on without its number. The emulation stops there and complains.
 
 # %% slideshow={"slide_type": "fragment"}
-mistakes = {
-    "n - t": ("tile[n - 1 - t]", "tile[n - t]"),
-    "no barrier": ("  __syncthreads();\n", ""),
-    "thread 5 returns": ("  __syncthreads", "  if (t == 5) return;\n  __syncthreads"),
-}
-launch = dict(grid=1, block=8, shared_bytes=8 * 4)
-for says, (old, new) in mistakes.items():
-    y = torch.zeros(8)
-    complaint = planted.report(MIRROR.replace(old, new), "mirror", [x, y], **launch)
-    print(f"{says}:", y if not complaint else f"\n{complaint}")
+figures.break_mirror(MIRROR, x)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Yours: an index, a barrier, a launch
@@ -245,7 +242,7 @@ launch = dict(grid=N // Br, block=Br, shared_bytes=shared, D=D, Br=Br, Bc=Bc)
 planted.emulated(text, "one_head", arguments, **launch)
 print("out[5] =", out[5])
 print("at D = 96:", planted.block("fwd_0_scalar", 96))
-print(measured.rung("fwd_0_scalar", D=64, dtype="fp32"))
+print(measured.rung("fwd_0_scalar", D=64, dtype="fp32", peer="sdpa-efficient"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Exercise 02.1: take in a tile of keys, in registers
@@ -271,12 +268,20 @@ check("02.1", online_update)
 # In rung 0 each number that a thread fetches from shared memory serves *one* multiply-add. Rung 1 gives each lane a
 # patch of scores, so that a number serves a whole row or column of the patch.
 #
-# Number the 32 lanes (a, b), 4 x 8. The eight lanes with the same a own the same four rows; each takes every eighth key
-# of S and eight columns of O, in registers. In the picture at the top, lane (1, 2) is orange and the others with a = 1 are
-# blue.
+# Lane t is called (a, b), with a = t / 8 and b = t % 8. It owns the rows a, a + 4, a + 8 and a + 12 of the warp. So the
+# eight lanes with the same a own the same four rows. They divide the keys of S: lane (a, b) has the keys b, b + 8, b + 16
+# and so on. They also divide the columns of O, eight for each lane at D = 64. In the picture at the top, lane (1, 2) is
+# orange, and the others with a = 1 are blue.
 #
-# At D = 64 and tiles of 64 keys a lane fetches 4 + 8 numbers at each step along d, for 32 multiply-adds of S. For O it
-# fetches 8 numbers of V at each key, for 32 more; P comes from other lanes' registers.
+# In the code Q points at the lane's first row, row a, and K at its first key, key b. The next row is four rows further,
+# the next key eight rows further. `STRIDE` is the length of a row in shared memory:
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_1_warp", "scores")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# How many numbers does a lane fetch? Take D = 64 and tiles of 64 keys. For S, each step along d takes 4 numbers of Q and 8
+# of K, for 32 multiply-adds. For O, each key takes 8 numbers of V, for 32 more; P comes from other lanes' registers.
 
 # %% slideshow={"slide_type": "fragment"}
 ROWS, KEYS, COLUMNS, D, Bc = 4, 8, 8, 64, 64
@@ -293,8 +298,7 @@ print("rung 0: 1 each")
 # to register. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, `~0u` all 32, and all of them
 # must come. First half of the warp stays away; then all come.
 #
-# CUDA's headers have a word for all three steps: `cg::reduce` over a tile of eight lanes, of the library *cooperative
-# groups*. The compiler makes the same three shuffles of it, with more around them: see [02x](02x_deeper.ipynb), section 6.
+# CUDA's headers have a word for the three steps, `cg::reduce`: see [02x](02x_deeper.ipynb), section 6.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"
@@ -315,7 +319,7 @@ print(x[:, :8].int())  # of eight lanes: at first, after 4, after 2, after 1
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Some of the contract's cases, both rungs:
+# Some cases of the **contract**, the list of inputs that every stage must get right, for both rungs:
 
 # %% slideshow={"slide_type": "fragment"}
 names = """one_key ragged ragged_causal fewer_queries_causal more_queries_causal
@@ -326,9 +330,13 @@ for rung in ("scalar", "warp"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The mistake that lives
 #
-# Six mistakes of one line each in rung 0. The first is tempting: a thread beyond the last query has no row. But it has
-# keys to load. **One mistake survives everything. Which, and why?**
-#
+# Six mistakes in rung 0. The first is tempting: a thread beyond the last query has no row. But it has keys to load. **One
+# mistake survives everything. Which, and why?**
+
+# %% slideshow={"slide_type": "fragment"}
+print(planted.diffs("fwd_0_scalar", figures.MISTAKES))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # <details><summary>Answer</summary>
 #
 # With one column of S for all, threads overwrite each other's scores on a GPU, where they run at the same time. The
@@ -338,17 +346,7 @@ for rung in ("scalar", "warp"):
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-idle_returns = ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i")
-loop = "load_tile(V, v + j * v_row, v_row, "
-mistakes = {
-    "idle threads return early": idle_returns,
-    "no barrier before the loads": ("    __syncthreads();  // no ", "    // no "),
-    "V loaded beyond the last key": (loop + "min(Bc, keys - j)", loop + "Bc"),
-    "m starts at 0": ("m = -INFINITY, l = 0;", "m = 0, l = 0;"),
-    "l = 0 is divided by": ("l == 0 ? 0 : O[d] / l", "O[d] / l"),
-    "one column of S for all": ("<float>(Bc * Br) + threadIdx.x", "<float>(Bc * Br)"),
-}
-planted.seen_by("scalar", mistakes, names, tile=(16, 16))
+planted.seen_by("scalar", figures.MISTAKES, names, tile=(16, 16))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
@@ -361,9 +359,11 @@ planted.seen_by("scalar", mistakes, names, tile=(16, 16))
 # rung 1 also has its shuffles.
 #
 # </details>
+#
+# In colour: the kernels of this notebook.
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_1_warp", D=64, dtype="fp32"))
+print(measured.rung("fwd_1_warp", D=64, dtype="fp32", peer="sdpa-efficient"))
 figures.float32_speeds()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -388,7 +388,8 @@ figures.float32_speeds()
 # 3. What goes wrong if a thread without a query returns at once?
 #    <details><summary>Answer</summary>
 #
-#    Its rows of K_j and V_j are not loaded. In the emulation the others wait for it for ever.
+#    Its rows of K_j and V_j are not loaded, so the others compute with wrong numbers. A GPU's barrier does not wait for it;
+#    the emulation stops at the barrier and says who is missing.
 #    </details>
 # 4. Why may l stay divided among eight lanes until the end, and m not?
 #    <details><summary>Answer</summary>
@@ -405,8 +406,8 @@ figures.float32_speeds()
 #
 # - ★ (15 minutes) Give rung 0 four sums in `scores` instead of one. Do the registers still suffice at D = 64?
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); how a compiler loses registers,
-# [02x_deeper.ipynb](02x_deeper.ipynb).
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); how a compiler loses registers, and shuffles
+# beside CUDA's *cooperative groups*, [02x_deeper.ipynb](02x_deeper.ipynb).
 #
 # **Next:** [02b_fa2_cuda_tensor_cores.ipynb](02b_fa2_cuda_tensor_cores.ipynb), or first the backward,
 # [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb).

@@ -20,9 +20,13 @@
 # Warp: twelve for 32. Mma: eight for 128, with the queries in registers.](../notebooks/figures/question_02b.png)
 #
 # - **Before you start:** notebook 02a: the scalar kernel, warps and lanes, the emulation. No GPU: speeds are recorded.
-# - **Time:** about 45 minutes to read, 120 minutes more with the exercises.
+# - **Time:** about 60 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after rung 3.
 # - **Code:** [`fwd_2_mma.cu`](../steps/step02_fa2_cuda/fwd_2_mma.cu) to
 #   [`fwd_5_fa2.cu`](../steps/step02_fa2_cuda/fwd_5_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+#
+# The table has all nine forward kernels, or **rungs**; here are 2 to 5. Its last column is the yardstick of 02a to 02e:
+# the share of the speed of **cuDNN**, NVIDIA's library, in the same run. A kernel of others is called a **peer**. `bf16`
+# is a float of 16 bits with the exponent of float32, and 8 bits of precision.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -33,31 +37,35 @@ from steps.course.workbook import Blank, check, exercises, hint, show, solution 
 gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
 
+# %% slideshow={"slide_type": "fragment"}
+print(measured.rungs("fwd"))
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, counted
 #
-# A kernel that keeps its tiles on the chip hardly waits for device memory: a number from there serves additions and
-# multiplications (FLOP) in proportion to N. But its inner loop reads **shared memory**.
+# These kernels keep their tiles on the chip, so they hardly wait for device memory. But their inner loop reads **shared
+# memory**, which has 32 banks. In one clock cycle each bank gives one word of 4 bytes. These 32 words are a **wavefront**.
+# A multiprocessor (SM) gets one wavefront a cycle.
 #
-# Shared memory gives each multiprocessor one **wavefront** a cycle: a 4-byte word from each of its 32 banks. In a cycle
-# the tensor cores do 4096 FLOP (NVIDIA's Hopper whitepaper). The emulation counts wavefronts.
+# An addition or a multiplication is one FLOP. In one cycle the tensor cores of an SM do 4096 FLOP (NVIDIA's Hopper
+# whitepaper). How many must one wavefront *feed*, so that the units are never idle? The emulation counts what it does feed,
+# and prints for each function wavefronts / accesses of a warp, for one tile of keys:
 
 # %% slideshow={"slide_type": "fragment"}
 wavefronts = gpu.half_tflops / 4096  # of all multiprocessors, 10^12 a second
 for units, peak in (("float32 units", gpu.fp32_tflops), ("tensor cores", gpu.half_tflops)):
     print(f"{units}: {peak} TFLOP/s need {peak / wavefronts:.0f} FLOP a wavefront")
-figures.ceiling("scalar")
+figures.feeds("scalar")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# In `scalar` one feeds 62 FLOP. Times the wavefronts a second, that is its **ceiling**, 15 TFLOP/s: less than a quarter of
-# the float32 units' peak. It was measured at 17.5, *above* its ceiling, because the emulation counts word by word, while
-# the compiler joins four words into one load. From rung 2 on the kernels ask for wide loads themselves.
+# In `scalar` one wavefront feeds 62 FLOP, less than a quarter of what the float32 units need.
 #
 # **Predict 1.** In rung 1, `warp`, a lane fetches 4 + 8 numbers for 32 multiply-adds. What does its wavefront feed?
 #
 # <details><summary>Answer</summary>
 #
-# Three times as many, 195.
+# Three times as many, 195. Times the wavefronts a second, that is the kernel's **ceiling**, 47 TFLOP/s: it cannot be
+# faster.
 #
 # </details>
 
@@ -73,45 +81,20 @@ figures.ceiling("warp")
 # **Claim.** Two C fragments side by side are an A fragment. So S = Q Kᵀ, in registers, becomes the operand of P V where it
 # lies.
 #
-# This kernel loads X as A and as B, and multiplies it by the identity, so that C holds X, too. The numbers of X name their
-# place: 16 times the row, plus the column.
+# A small kernel loads X (16 x 16) as A and as B, and multiplies it by the identity, so that C holds X, too. The numbers of X
+# name their place: 16 times the row, plus the column.
 
 # %% slideshow={"slide_type": "fragment"}
-WHO = """
-extern "C" __global__ void who_holds_what(
-    Global<const T> x, Global<const T> one, Global<uint32_t> pairs, Global<float> sums) {
-  SharedMemory smem;
-  Shared<T> X = smem.array<T>(256), I = smem.array<T>(256);
-  load_tile(X, x, 16, 16, 16);
-  load_tile(I, one, 16, 16, 16);
-  __syncthreads();
-  int t = threadIdx.x;
-  uint32_t A[1][4];  // a register holds a pair of 16-bit numbers
-  load_Q(A, X);
-  for (int i = 0; i < 4; i++) pairs[6 * t + i] = A[0][i];
-  Shared<T> B = X + (t / 4 * 16 + t % 4 * 2);  // as `scores` does it
-  for (int i = 0; i < 2; i++) pairs[6 * t + 4 + i] = load_pair(B + 8 * i);
-  float S[2][4];
-  scores(S, A, I);  // X times the identity, by mma: two C fragments
-  for (int i = 0; i < 8; i++) sums[8 * t + i] = S[i / 4][i % 4];
-}"""
-X = torch.arange(256.0).view(16, 16).bfloat16()
-pairs, S = torch.zeros(32, 6).int(), torch.zeros(32, 8)
-launch = dict(grid=1, block=32, shared_bytes=1024, T="bf16", D=16, Br=16, Bc=16)
-arguments = [X, torch.eye(16).bfloat16(), pairs, S]
-planted.emulated(show("fwd_2_mma") + WHO, "who_holds_what", arguments, **launch)
-A, B = pairs.view(torch.bfloat16).split((8, 4), 1)
-for name, fragment in (("A", A), ("B", B), ("two C", S)):
+A, B, two_C = figures.who_holds_what()
+for name, fragment in (("A", A), ("B", B), ("two C", two_C)):
     print(f"lane 5 holds of {name:5}:", *(f"{n:3.0f}" for n in fragment[5].tolist()))
-print("two C fragments of S are the A fragment:", torch.equal(A.float(), S))
-
-# %% slideshow={"slide_type": "fragment"}
+print("two C fragments of S are the A fragment:", torch.equal(A.float(), two_C))
 figures.fragments(A, B)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# A colour is a pair, in one register. Lane 5 holds 18 and 19 (row 1, columns 2 and 3), 146 and 147 (row 9), and the pairs
-# 8 columns to the right. After exp it rounds its pairs and has its share of P: **no number moves to another lane**. Only
-# the maximum of a row, which lies in four neighbouring lanes, needs two shuffles.
+# The numbers in the picture are lanes. A colour is a pair, in one register. Lane 5 holds 18 and 19 (row 1, columns 2 and
+# 3), 146 and 147 (row 9), and the pairs 8 columns to the right. After exp it rounds its pairs and has its share of P: **no
+# number moves to another lane**. Only the maximum of a row, which lies in four neighbouring lanes, needs two shuffles.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -137,14 +120,50 @@ figures.fragments(A, B)
 # <details><summary>Answer</summary>
 #
 # No. `scores` needs 8 wavefronts for each access, where 1 would do. So a wavefront feeds 248 FLOP, only 1.27 times rung
-# 1's 195. The tensor cores wait for shared memory.
+# 1's 195 (at D = 64 the count is the same). The tensor cores wait for shared memory.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
 figures.ceiling("mma")
-print(measured.rung("fwd_2_mma", D=64))
 show("fwd_2_mma", "scores")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# `g` and `c` are the row and the first column that this lane has of a C fragment. The loops take eight keys and sixteen
+# columns at a time.
+#
+# Now line [9]. A lane has numbers of two rows, g and g + 8, so m and l are two numbers each. Of the four numbers in S[n],
+# two belong to row g and two to row g + 8. Exponentials are powers of two, as the hardware computes them; so the scale
+# contains log2(e).
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_2_mma", "online_update")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.5: from S to an A operand.** `near` is what this lane has of P for 8 keys, `far` for the next 8: each a C
+# fragment in float32. `pack<T>(low, high)` rounds two numbers into one register;
+# [`ptx.cuh`](../steps/step02_fa2_cuda/ptx.cuh) says above `mma` what A wants where.
+
+# %% slideshow={"slide_type": "fragment"}
+to_operand = r"""
+__device__ void to_operand(uint32_t (&A)[4], const float (&near)[4],
+                           const float (&far)[4]) {
+#error Blank 02.5
+}"""
+
+check("02.5", to_operand)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.6: how far the loop runs.** The block has the rows from `tile * Br` on, at most Br of them, none beyond Nq.
+# How many keys must it visit? Causal is aligned at the bottom right; with more queries than keys some blocks see nothing.
+
+# %% slideshow={"slide_type": "fragment"}
+keys_seen = r"""
+__device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
+#error Blank 02.6
+}"""
+
+check("02.6", keys_seen)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 3, `ldmatrix`: no two rows in one bank
@@ -152,17 +171,22 @@ show("fwd_2_mma", "scores")
 # Why 8 wavefronts? A warp reads 8 rows of K at once. Rows of 128 or 256 bytes all begin in the same bank, which gives one
 # word a cycle: a **bank conflict**.
 #
-# **Claim.** Let row r keep its 16-byte chunk c at position c XOR (r mod 8), a **swizzle**. Then any 8 neighbouring rows
-# have it at 8 different positions, and 8 positions are all 32 banks.
-#
-# `ldmatrix` fetches four matrices of 8 rows of one chunk, and deals them out as fragments; with `.trans` transposed, as V
-# wants it. First without the swizzle, which gains nothing: an access, 32 rows, takes 32 wavefronts.
+# **Claim.** Cut each row into chunks of 16 bytes. Let row r keep its chunk c at position c XOR (r mod 8). This is called
+# a **swizzle**. Then any 8 neighbouring rows have chunk c at 8 different positions, and 8 positions are all 32 banks.
+# `plain` counts what happens without a swizzle.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.banks()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Predict 3.** The ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
+# The instruction `ldmatrix` fetches four matrices of 8 x 8 numbers at once. Lane t gives the address of row t % 8 of matrix
+# t / 8. Then each matrix is dealt out to the 32 lanes, with `.trans` transposed, as V needs it. The numbers are lanes:
+
+# %% slideshow={"slide_type": "fragment"}
+figures.dealt()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Predict 3.** With the swizzle the ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
 #
 # <details><summary>Answer</summary>
 #
@@ -172,7 +196,6 @@ figures.banks()
 
 # %% slideshow={"slide_type": "fragment"}
 figures.ceiling("ldmatrix")
-print(measured.rung("fwd_3_ldmatrix"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in **slabs** of W columns, one slab after the other. W is
@@ -204,59 +227,26 @@ check("02.4", at)
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_4_cp_async"))
+print(measured.rung("fwd_4_cp_async", peer="sdpa-cudnn"))
 show("fwd_4_cp_async", "  for (int j = 0; j < keys", until="  int64_t row = int64_t")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ### Rung 5, `fa2`: 32 rows a warp, and nothing needless
+# ### Rung 5, `fa2`: 32 rows a warp
 #
-# **Claim.** If a warp owns two tiles of 16 rows, each B operand feeds two `mma`. The price is registers, so Q goes back to
-# shared memory. Besides, exponentials are computed while `mma` works on other keys, and with a causal mask the longest
-# blocks start first, lest one runs on alone at the end.
+# **Claim.** In rung 4 a warp uses each fragment of K or V once, for its 16 rows. If it owns 32 rows, it uses each twice. The
+# price is registers, so Q goes back to shared memory. What else rung 5 changes is measured in [02x](02x_deeper.ipynb).
 #
-# **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow?
-#
-# <details><summary>Answer</summary>
-#
-# Not nearly. The ceiling, 660 TFLOP/s, is now about what `mma` itself reaches on Hopper: two thirds of 989.4, by
-# FlashAttention-3's authors.
-#
-# </details>
+# A wavefront feeds 1.67 times as many FLOP, but the speed does not follow. The ceiling, 660 TFLOP/s, is now about what
+# `mma` itself reaches on Hopper: two thirds of 989.4, by FlashAttention-3's authors.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.ceiling("fa2")
-print(measured.rung("fwd_5_fa2"))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.5: from S to an A operand.** `near` is what this lane has of P for 8 keys, `far` for the next 8: each a C
-# fragment in float32. `pack<T>(low, high)` rounds two numbers into one register;
-# [`ptx.cuh`](../steps/step02_fa2_cuda/ptx.cuh) says above `mma` what A wants where.
-
-# %% slideshow={"slide_type": "fragment"}
-to_operand = r"""
-__device__ void to_operand(uint32_t (&A)[4], const float (&near)[4],
-                           const float (&far)[4]) {
-#error Blank 02.5
-}"""
-
-check("02.5", to_operand)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.6: how far the loop runs.** The block has the rows from `tile * Br` on, at most Br of them, none beyond Nq.
-# How many keys must it visit? Causal is aligned at the bottom right; with more queries than keys some blocks see nothing.
-
-# %% slideshow={"slide_type": "fragment"}
-keys_seen = r"""
-__device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
-#error Blank 02.6
-}"""
-
-check("02.6", keys_seen)
+print(measured.rung("fwd_5_fa2", peer="sdpa-cudnn"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Three of the contract's cases, each rung:
+# Three cases of the **contract**, which is what every stage promises, and its tests:
 
 # %% slideshow={"slide_type": "fragment"}
 for rung in ("warp", "mma", "ldmatrix", "cp_async", "fa2"):
@@ -265,30 +255,23 @@ for rung in ("warp", "mma", "ldmatrix", "cp_async", "fa2"):
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A copy may land at any moment between its start and its wait. The emulation performs it late, at the wait, or eagerly,
-# at the start. Of six edits of `fwd_4_cp_async.cu` **one does no harm. One is seen only if copies are late. Which?**
+# at the start. Here are six edits of `fwd_4_cp_async.cu`, each with the old line (-) and the new one (+). **One does no
+# harm. One is seen only if copies are late. Which?**
 #
 # <details><summary>Answer</summary>
 #
-# A tile too many: beyond the last key nothing is read. A missing wait: eager copies are there in time.
+# A tile too many does no harm: beyond the last key nothing is read. A missing wait is seen only if copies are late: eager
+# copies are there in time.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-swizzle = "tile + at(size, row, slab + column)", "tile + (row * D + slab + column)"
-mistakes = {
-    "no swizzle in the tile": swizzle,
-    "one shuffle for the max": ("fmaxf(x, __shfl_xor_sync(~0u, x, 2));", "x;"),
-    "m starts at -infinity": ("LOWEST = -3.4e38f;", "LOWEST = -INFINITY;"),
-    "no wait for K": (
-        "cp_async_wait<0>();\n    __syncthreads();  // K", "__syncthreads();  // K"
-    ),
-    "no mask unless causal": ("    mask(S, j, seen);", "    if (causal) mask(S, j, seen);"),
-    "a tile too many fetched": ("    if (j + Bc < keys) load_tile", "    load_tile"),
-}
+print(planted.diffs("fwd_4_cp_async", figures.MISTAKES))
 names = """one_key ragged scores_200 ragged_causal fewer_queries_causal
     more_queries_causal large_scores""".split()
 orders = {order: {"copies": order} for order in ("late", "eager")}
-planted.seen_by("cp_async", mistakes, names, harmless=["a tile too many fetched"], **orders)
+harmless = ["a tile too many fetched"]
+planted.seen_by("cp_async", figures.MISTAKES, names, harmless=harmless, **orders)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug1.** A report on a broken kernel, `show("02.bug1")`. Write a test that fails on it and passes on the
@@ -315,7 +298,9 @@ check("02.bug1", test)
 #
 # </details>
 #
-# The picture is a **roofline**: its line is the ceiling. Open marks are counted, full ones were measured.
+# The picture is a **roofline**: its line is the ceiling. `scalar` was measured at 17.5 TFLOP/s, above its ceiling of 15:
+# the compiler joins four of its loads into one, which the count of its text does not know. From rung 2 on the text
+# itself asks for wide loads.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.gains()
@@ -351,10 +336,10 @@ figures.roofline()
 #
 #    Parts of l can be added at the end. All four lanes need the same maximum for alpha and P.
 #    </details>
-# 5. Why do the longest blocks of a causal mask start first?
+# 5. Why can `ldmatrix` without a swizzle not be faster than plain loads?
 #    <details><summary>Answer</summary>
 #
-#    A long block that starts last runs alone.
+#    The eight rows of a matrix begin in the same bank, so each matrix takes eight wavefronts, as before.
 #    </details>
 #
 # **Go further**

@@ -21,7 +21,7 @@
 # of P: each owns its dK and dV, all add to dQ.](../notebooks/figures/question_02c.png)
 #
 # - **Before you start:** notebook 00, its backward; 02a, a kernel in CUDA C++; for rung 1 also 02b, `mma`, `ldmatrix`.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before rung 1.
 # - **Code:** [`bwd_0_scalar.cu`](../steps/step02_fa2_cuda/bwd_0_scalar.cu),
 #   [`bwd_1_fa2.cu`](../steps/step02_fa2_cuda/bwd_1_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -87,7 +87,7 @@ for says, dS in (("without", P * dP), ("with", P * (dP - delta[:, None]))):
 # ### Whose gradient stays on the chip?
 #
 # A tile of P and dS adds to dV_j and dK_j (sums over queries) *and* to dQ_i (a sum over keys). Whichever loop is outside,
-# one of them crosses blocks:
+# one of these sums gets parts from several blocks:
 #
 # | outside | a block owns, in registers | all blocks add to |
 # |---|---|---|
@@ -95,8 +95,8 @@ for says, dS in (("without", P * dP), ("with", P * (dP - delta[:, None]))):
 # | query tiles | dQ_i | dK and dV |
 #
 # They have to add **atomically**: in a plain `dq[e] += x` another block may write between the read and the write. Key
-# tiles outside is cheaper, with one such matrix instead of two. Stages 01 and 03 take both orders, in two kernels, without
-# atomic additions; they compute S and dP twice.
+# tiles outside is cheaper, because one matrix is added to, not two. Stages 01 and 03 have a kernel for each order, without
+# atomic additions, and compute S and dP twice.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
@@ -137,6 +137,9 @@ print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 #
 # dK_j and dV_j take 2 D registers of a thread, so all else lies in shared memory. Thread t reads *its own* row of K. A row
 # has a spare word, `STRIDE = D + 1`, so that a warp's 32 rows begin in 32 banks.
+#
+# A block owns dK_j and knows when its sum is complete, so `store_row` multiplies it by the scale once. No block knows when
+# dQ_i is complete, so each multiplies its own part.
 
 # %% slideshow={"slide_type": "fragment"}
 KERNEL = """
@@ -187,7 +190,8 @@ for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
 # That is the whole kernel for one head, in two blocks of three keys. `add_dQ` needs the second barrier: it sums over the
 # keys of the *block*, and every key belongs to another thread.
 #
-# At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255:
+# At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255. cuDNN, the yardstick of stage 02,
+# takes no float32. So the speed of rung 0 is compared with PyTorch's kernel for float32, `sdpa-efficient`:
 
 # %% slideshow={"slide_type": "fragment"}
 print("D = 96:", planted.block("bwd_0_scalar", 96))
@@ -222,35 +226,46 @@ check("02.3", row_delta)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1, `fa2`: five products on tensor cores
 #
-# Operands have 16 bits, sums 32. A register of an operand holds two neighbours along the index that is *summed*. In shared
-# memory Q_i, dO_i, K_j and V_j have a token a row, P and dS a query a row. Where the summed index runs down the columns,
-# the operand is transposed on its way:
+# Operands have 16 bits, so a register holds a *pair* of them. `mma` multiplies the pair of A with the pair of B, number by
+# number, and adds both products to one sum. So a pair must be neighbours along the index that is summed.
+#
+# For S = Q_i K_jᵀ that index is d: a pair lies side by side in a row of Q_i or K_j. For dV_j = Pᵀ dO_i it is the query, and
+# a pair of P lies in *two rows*. There the operand is transposed on its way:
 #
 # | product | sums over | first operand | second operand |
 # |---|---|---|---|
-# | S = Q_i K_jᵀ | d | Q_i as stored | K_j as stored |
-# | dP = dO_i V_jᵀ | d | dO_i as stored | V_j as stored |
-# | dV_j += Pᵀ dO_i | queries | P transposed | dO_i transposed |
-# | dQ_i += dS K_j | keys | dS as stored | K_j transposed |
-# | dK_j += dSᵀ Q_i | queries | dS transposed | Q_i transposed |
+# | S = Q_i K_jᵀ, dP = dO_i V_jᵀ | d | as stored | as stored |
+# | dV_j += Pᵀ dO_i, dK_j += dSᵀ Q_i | queries | transposed | transposed |
+# | dQ_i += dS K_j | keys | as stored | transposed |
 #
-# K_j, Q_i, dO_i and dS are needed both ways, from one copy each. `ldmatrix` gives a lane two neighbours of a row of each
-# 8 x 8 piece, `ldmatrix.trans` two of a column: of P, two neighbouring *queries* of one key. In torch's words:
+# K_j, Q_i, dO_i and dS are needed both ways, from one copy each. `ldmatrix` gives a lane a pair of a row, `ldmatrix.trans`
+# a pair of a column. The numbers in the picture are lanes:
 
 # %% slideshow={"slide_type": "fragment"}
-piece = torch.arange(64).view(8, 8)
-for name, x in (("ldmatrix", piece), ("ldmatrix.trans", piece.T)):
-    lanes = x.reshape(32, 2)  # two numbers a lane
-    print(f"{name:14} gives lane 0 {lanes[0].tolist()}, lane 1 {lanes[1].tolist()},",
-          f"lane 4 {lanes[4].tolist()}")
+figures.dealt()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.7: an operand that is stored transposed.** The *transpose* of a tile is the operand. Which address does
-# this lane give to `ldmatrix` for the 16 x 16 piece at (row, column) of the tile? Lane t gives row t % 8 of matrix t / 8;
-# the four matrices are the operand's top left, bottom left, top right and bottom right.
+# ### Where a lane finds its row
 #
-# A column is XORed with `swizzle<WIDTH>(r)`, as in `show("bwd_1_fa2", "lane_row")`, which is for an operand as stored.
-# About four lines.
+# One `ldmatrix` fetches four such matrices, a 16 x 16 piece. Lane t gives the address of row t % 8 of matrix t / 8. `mma`
+# wants the four matrices of an operand in a fixed order: top left, bottom left, top right, bottom right. In a tile that
+# stores the transpose they lie elsewhere:
+
+# %% slideshow={"slide_type": "fragment"}
+figures.addresses()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Here is the address for a tile stored like the operand. `template <int WIDTH>` makes a function for each length WIDTH of
+# the tile's rows, which the compiler then knows: `lane_row<64>(...)`. `swizzle<WIDTH>(r)` is 02b's swizzle: the number with
+# which the columns of row r are XORed.
+
+# %% slideshow={"slide_type": "fragment"}
+show("bwd_1_fa2", "lane_row(Shared", until="lane_row_transposed(Shared")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.7: an operand that is stored transposed.** Which address does this lane give to `ldmatrix` for the 16 x 16
+# piece at (row, column) of a tile that stores the *transpose* of the operand? Find its matrix t / 8 in the right picture,
+# and the row r and column c at which the lane's 8 numbers begin. About four lines.
 
 # %% slideshow={"slide_type": "fragment"}
 lane_row_transposed = r"""
@@ -268,12 +283,15 @@ check("02.7", lane_row_transposed)
 # queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and each step needs a
 # second barrier. dK_j and dV_j stay in registers throughout.
 #
+# What a product leaves in registers can be the *first* operand of the next one (02b: two C fragments are an A fragment), if
+# that one has the same rows. S has a query a row, Sᵀ would have a key a row. Question 5 asks what that gives.
+#
 # dq is added up in float32 and rounded to 16 bits once, at the end. In bf16 it would be rounded at every key tile.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Some of the contract's cases:
+# Some cases of the contract, the inputs that every stage must get right:
 
 # %% slideshow={"slide_type": "fragment"}
 names = ["ragged", "ragged_causal", "fewer_queries_causal", "scores_200", "grouped_heads"]
@@ -281,7 +299,8 @@ for rung in ("scalar", "fa2"):
     planted.on_cases(rung, names, results=figures.results)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now mistakes of one line each. **Which gradients will each spoil, and which of two cases notice?**
+# Now five mistakes, each with the old line (-) and the new one (+). **Which gradients will each spoil, and which of two
+# cases notice?**
 #
 # <details><summary>Answer</summary>
 #
@@ -291,14 +310,8 @@ for rung in ("scalar", "fa2"):
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-mistakes = {
-    "delta left out": ("scalar", "P * (dP - delta_i[r])", "P * dP"),
-    "dq without scale": ("scalar", "K, rows, keys, scale);", "K, rows, keys, 1);"),
-    "diagonal top left": ("scalar", "tile * Bc + t - (Nk - Nq)", "tile * Bc + t"),
-    "no second barrier": ("fa2", "__syncthreads();  // P and dS are complete", ""),
-    "P not transposed": ("fa2", "true, false>(dV, P_i", "false, false>(dV, P_i"),
-}
-figures.spoilt(mistakes, ["ragged", "fewer_queries_causal"])
+print(figures.diffs())
+figures.spoilt(figures.MISTAKES, ["ragged", "fewer_queries_causal"])
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
@@ -319,20 +332,18 @@ for tiles in (1, 2, 3, 4, 8):
     print(f"{tiles} key tiles: {changed:.0%} of dq changes when the blocks run backwards")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** Rung 1 is FlashAttention-2's design, as 02b's `fa2`, which reached half of FlashAttention-3's speed. Which
-# share of the fastest peer's speed does it reach in the backward?
+# **Question 2.** Rung 1 is FlashAttention-2's design, as 02b's `fa2`, which reached 0.54 of the speed of cuDNN's forward.
+# Which share of the speed of cuDNN's backward does rung 1 reach?
 #
 # <details><summary>Answer</summary>
 #
-# A little less than half. At two barriers a step all warps wait for the last, and every operand passes through
-# `ldmatrix`. The fastest use Hopper's own instruction, which reads operands from shared memory.
-# Its roof is counted in 02e.
+# Half, a little less than in the forward. At two barriers a step all warps wait for the last one, and every operand passes
+# through `ldmatrix`. Hopper has an instruction that reads operands from shared memory; 02e counts what it brings.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-for D in (64, 128):
-    print(measured.rung("bwd_1_fa2", D=D))
+print(measured.rung("bwd_1_fa2", peer="sdpa-cudnn"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary

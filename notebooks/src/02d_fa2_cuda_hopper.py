@@ -21,14 +21,14 @@
 # side.](../notebooks/figures/question_02d.png)
 #
 # - **Before you start:** 02b, tensor cores. Hopper is emulated here; speeds were measured on an H200.
-# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: after part 2.
 # - **Code:** `fwd_6_wgmma.cu`, `fwd_7_roles.cu` and `fwd_8_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import torch
-from steps.course.figures import measured
+from steps.course.figures import measured, planted
 from steps.course.figures import n02d_hopper as figures
 from steps.course.workbook import Blank, check, show
 from steps.course.workbook import hint, solution  # noqa: F401  for you, when you are stuck
@@ -38,12 +38,12 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, counted
 #
-# How much of the chip can FlashAttention-2's kernel, `fwd_5_fa2`, use on Hopper?
+# How much of the chip can 02b's last kernel, `fwd_5_fa2`, use on Hopper?
 #
-# Count clocks for a tile of 128 x 128 scores on one multiprocessor (SM). The two products take 4 x 128 x 128 x D FLOP on
-# the tensor cores. Each score also needs an exponential, from the special-function units, and about four float32
-# instructions; O is rescaled, too. The rates are from NVIDIA's H100 whitepaper and CUDA C++ Programming Guide. The last line
-# is a measured speed; `fa3` is FlashAttention-3's own kernel.
+# Count the clocks that a tile of 128 x 128 scores takes on one multiprocessor (SM). The two products take 4 x 128 x 128 x
+# D FLOP on the tensor cores. Each score also needs an exponential, from the special-function units, and about four
+# float32 instructions. O is rescaled, too. The rates are from NVIDIA's H100 whitepaper and CUDA C++ Programming Guide.
+# The last line is a measured speed, with its share of cuDNN's, as in 02b.
 
 # %% slideshow={"slide_type": "fragment"}
 TENSOR, EXP, FP32 = 4096, 16, 128  # FLOP, exponentials, instructions: a clock and SM
@@ -59,14 +59,14 @@ for D in (64, 128, 256):
     busy = products / (products + exp + fp32)
     print(f"D = {D:3}: products {products}, exp {exp}, float32 {fp32} clocks;",
           f"in sequence, products {busy:.0%}")
-print(measured.rung("fwd_5_fa2"))
+print(measured.rung("fwd_5_fa2", peer="sdpa-cudnn"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: start, go on, and know when
 #
 # At D = 128 exponentials take half as long as the products, at D = 64 just as long. If each unit waits for the others,
-# the tensor cores work 55 % of the time, or 39 %. `fa2` reaches only 35 % of the datasheet's 989 TFLOP/s, since its threads
-# also copy tiles and fetch operands.
+# the tensor cores work 55 % of the time, or 39 %. The datasheet, NVIDIA's table of the chip's peak speeds, says 989 TFLOP/s.
+# `fa2` reaches only 35 % of that, since its threads also copy tiles and fetch operands.
 #
 # On Hopper copies and products are *asynchronous*: a thread starts them and goes on. **TMA**, the copy engine, fetches
 # whole tiles. **wgmma** multiplies for a *warpgroup*, four warps.
@@ -121,7 +121,8 @@ for waits in (0, 1):
 # A barrier counts arrivals and bytes. When all have come, its **phase** ends and the next begins. Phases 0, 1, 2, 3 have
 # the *parities* 0, 1, 0, 1. A wait names a parity, a single bit: "has the last phase of this parity ended?"
 #
-# **Claim 2.** One bit is enough for a thread that is at most one phase behind. This kernel ends some phases, then waits:
+# **Claim 2.** A waiting thread has to tell two phases apart: the one that is running now and the one before. For that one
+# bit is enough, as long as no thread falls further behind. This kernel ends some phases, then waits:
 
 # %% slideshow={"slide_type": "fragment"}
 PHASES = r"""#include "ptx.cuh"
@@ -201,7 +202,7 @@ check("02.8", stage_and_parity)
 # The loop of `fa2` with the new instructions. A wait follows every start, so nothing overlaps yet.
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_6_wgmma"))
+print(measured.rung("fwd_6_wgmma", peer="sdpa-cudnn"))
 show("fwd_6_wgmma", "wgmma_fence();", until="int64_t first =")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -212,7 +213,7 @@ show("fwd_6_wgmma", "wgmma_fence();", until="int64_t first =")
 # none waits for another.
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_7_roles"))
+print(measured.rung("fwd_7_roles", peer="sdpa-cudnn"))
 show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -222,9 +223,14 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 # is ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `ping_pong.wait` lets one
 # group at a time start its products, `ping_pong.pass` lets the other one start behind them.
 #
-# Blocks are *persistent*: one for each SM takes one tile of queries after the other. So the next one is loaded while the
-# consumers finish this one. K, V and Q have a producer each: a single one would wait for room for V while there is room
-# for the next K. (In the code `beside` is false for the first tile of keys, which has no O before it.)
+# Blocks are *persistent*: each SM runs one block, which takes one tile of queries after the other. So the next tile is
+# loaded while the consumers finish this one.
+#
+# K, V and Q have a producer each. A single one would wait for room for V although there is room for the next K. Here are
+# the three producers. `round` counts the block's tiles of queries:
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_8_hopper", "int producer = uniform", until="} else {")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** In which order does a warpgroup do the nine operations of a step? Ask of
@@ -240,20 +246,28 @@ def order_of_step():
 
 check("02.10", order_of_step)
 
-# %% slideshow={"slide_type": "subslide"}
-print(measured.rung("fwd_8_hopper"))
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# And here is how a consumer starts its products. `beside` is false for a tile's first block of keys, which has no O before
+# it:
+
+# %% slideshow={"slide_type": "fragment"}
+print(measured.rung("fwd_8_hopper", peer="sdpa-cudnn"))
 show("fwd_8_hopper", "// Starts S of one block of keys,", until="auto finish_output")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# No line of such a kernel says *when* a copy or product happens. In the emulation a *schedule* decides. There are three:
-# copies as late as possible, products as late as possible, all at random.
+# No line of such a kernel says *when* a copy or a product happens. In the emulation a *schedule* decides. There are three:
+#
+# - *copies late*: a copy happens when somebody waits for it, a product as soon as it is started;
+# - *products late*: a product happens when somebody waits for it, a copy as soon as it is started;
+# - *random*: the order of copies, products and threads is drawn by lot.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
 #
-# The producer of rung 7 waits on `empty` for the other parity (`^ 1`). Without that, **who waits for whom?**
+# The producer of rung 7 waits on `empty` for the other parity (`^ 1`). Here is the old line (-), and a new one (+) without
+# that. **Who waits for whom?**
 #
 # <details><summary>Answer</summary>
 #
@@ -262,32 +276,30 @@ show("fwd_8_hopper", "// Starts S of one block of keys,", until="auto finish_out
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-wait_empty = "barrier_wait(empty + stage(), parity()"
-print(figures.report_of(f"{wait_empty} ^ 1);", f"{wait_empty});"))
+print(planted.diffs("fwd_7_roles", figures.STUCK))
+print(figures.report_of(figures.STUCK))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Wrong, and not always
 #
-# First the three rungs as they are, then `roles` with five more mistakes of one line. A kernel *lives* if all its numbers
-# are right. *Refused* is a misuse that the emulation reports. **One mistake lives in the first schedule. Which, and why?**
-#
-# <details><summary>Answer</summary>
-#
-# K released before its products have ended. In the first schedule products happen at once. With late products and early
-# copies the producer overwrites a tile that is still being read.
-#
-# </details>
+# Five more mistakes in `roles`. **One of them gives right results in the first schedule, copies late. Which, and why?**
 
 # %% slideshow={"slide_type": "fragment"}
-wait_full, wait_S = "barrier_wait(full + stage(), parity()", "      wgmma_wait<0>();\n"
-release = "      K.release();\n"
-print(figures.outcomes("wgmma", "hopper", "roles", mistakes={
-    "the consumer begins with parity 1": (wait_full, wait_full + " ^ 1"),
-    "the parity never flips": ("return n / DEPTH % 2;", "return 0;"),
-    "every lane releases a stage": ("if (threadIdx.x % 32 == 0) barrier_a", "barrier_a"),
-    "no wait for S": (wait_S + release, release),
-    "K released before its products end": (wait_S + release, release + wait_S),
-}))
+print(planted.diffs("fwd_7_roles", figures.MISTAKES))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# <details><summary>Answer</summary>
+#
+# K released before its products have ended. In the first schedule a product happens as soon as it is started, so it has
+# ended in time. With late products and early copies the producer overwrites a tile that is still being read.
+#
+# </details>
+#
+# First come the three rungs as they are. A kernel *lives* if all its numbers are right. *Refused* is a misuse that the
+# emulation reports.
+
+# %% slideshow={"slide_type": "fragment"}
+print(figures.outcomes("wgmma", "hopper", "roles", mistakes=figures.MISTAKES))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug2.** A kernel with roles and persistent blocks, `show("02.bug2")`, is right for 64 heads of 4,096
@@ -305,22 +317,21 @@ check("02.bug2", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **Question.** Which gains more: copies and operands without threads (`fa2` to `wgmma` and `roles`), or softmax under
-# products (`roles` to `hopper`)? And where do we stand beside FlashAttention-3?
+# **Question.** Which gains more: copies and operands without threads (`fa2` to `wgmma` and `roles`), or softmax while
+# products run (`roles` to `hopper`)?
 #
 # <details><summary>Answer</summary>
 #
-# Copies and operands: a factor of 1.42 times 1.09, against 1.34. In `roles` some softmax ran under products already, as
-# nothing keeps the warpgroups in step. At D = 128, N = 4096 `hopper` without turns has 1.00 to 1.01 of its speed, and
-# without OVERLAP 0.89 to 0.91.
-#
-# With a mask we are level with it at D = 128 from N = 1024 on, where `hopper` has 0.99 to 1.01 of its speed. Without a
-# mask `hopper` has 1.01 to 1.08 of it, and at D = 64 1.02 to 1.25.
+# Copies and operands: a factor of 1.42 times 1.09, against 1.34. In `roles` some softmax ran beside products already,
+# because nothing keeps the warpgroups in step.
 #
 # </details>
+#
+# FlashAttention-3's own kernel has the same two ideas. It stands in the picture beside cuDNN, all of one run.
+# [02x](02x_deeper.ipynb) turns the switches of `hopper` off one by one.
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.beside("fa3", "fwd_7_roles", "fwd_8_hopper"))
+figures.rungs_on_hopper()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
@@ -340,8 +351,8 @@ print(figures.beside("fa3", "fwd_7_roles", "fwd_8_hopper"))
 # 2. Why is one parity bit enough although a barrier goes through many phases?
 #    <details><summary>Answer</summary>
 #
-#    No thread falls two phases behind: a stage is not filled again before it is released, nor released before it is
-#    filled.
+#    No thread falls two phases behind. A stage is filled again only after it was released, and released only after it
+#    was filled.
 #    </details>
 # 3. What does a third stage gain in the ring of part 2? And if a copy takes 2 clocks and a use 3?
 #    <details><summary>Answer</summary>

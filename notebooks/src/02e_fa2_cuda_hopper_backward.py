@@ -17,19 +17,19 @@
 # *From `bwd_1` to `bwd_2` the backward becomes more than twice as fast, with the same arithmetic. What changed, and what
 # is the next limit?*
 #
-# ![The operands of the backward's five products. In bwd_1 warps fetch all ten. In bwd_2 the tensor cores read eight from
-# shared memory; two lie in registers.](../notebooks/figures/question_02e.png)
+# ![The operands of the backward's five products, with their names. In bwd_1 warps fetch all ten. In bwd_2 the tensor cores
+# read eight from shared memory; Pᵀ and dSᵀ lie in registers.](../notebooks/figures/question_02e.png)
 #
 # - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, schedules). Hopper is emulated here;
 #   speeds were measured on an H200.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
 # - **Code:** `bwd_1_fa2.cu`, `bwd_2_wgmma.cu` and `bwd_3_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import torch
-from steps.course.figures import n02d_hopper, measured
+from steps.course.figures import n02d_hopper, measured, planted
 from steps.course.figures import n02e_hopper_backward as figures
 from steps.course.workbook import Blank, check, show
 from steps.course.workbook import hint, solution  # noqa: F401  for you, when you are stuck
@@ -39,12 +39,11 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# `bwd_1` is FlashAttention-2's design on `mma`. `bwd_2` has the same tiles and loops with TMA and wgmma. `fa4` is
-# FlashAttention-4's own kernel for Hopper.
+# `bwd_1` is FlashAttention-2's design on `mma`. `bwd_2` has the same tiles and loops with TMA and wgmma. The shares are of
+# cuDNN's backward in the same run, as in 02b:
 
 # %% slideshow={"slide_type": "fragment"}
-for kernel in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
-    print(measured.rung(kernel))
+print(measured.rungs("bwd"))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # In `bwd_1` warps fetch every operand by `ldmatrix`, and shared memory is the limit: it gives 128 bytes a clock. wgmma
@@ -53,8 +52,8 @@ for kernel in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: bytes a clock
 #
-# A wgmma multiplies 64 x 16 numbers by 16 x n. At the datasheet's rate, 4096 FLOP a clock and multiprocessor (SM), that
-# takes n / 2 clocks. It reads its second operand, 32 n bytes, from shared memory. Its first, 2048 bytes, comes from
+# A wgmma multiplies 64 x 16 numbers by 16 x n. A multiprocessor (SM) does 4096 FLOP a clock, so that takes n / 2 clocks.
+# The instruction reads its second operand, 32 n bytes, from shared memory. Its first operand, 2048 bytes, comes from
 # there or from registers.
 #
 # **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of that memory's bandwidth. A first
@@ -109,8 +108,9 @@ print(f"dQ's row 0 over all keys: {dQ[0, 0]:.2f} {dQ[0, 1]:.2f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # dV and dK need no exchange, dQ does: each warpgroup has only a part of the sum (-0.01 and 0.11 make 0.10). So the two
-# exchange dSᵀ, and each computes one half of dQ_i over all keys. What does each product of a step, one tile of queries,
-# read?
+# exchange dSᵀ through shared memory, and each computes one half of dQ_i over all keys.
+#
+# The block goes through the tiles of queries, one **step** for each. What does each product of a step read?
 
 # %% slideshow={"slide_type": "fragment"}
 figures.five_products()
@@ -135,21 +135,24 @@ figures.five_products()
 # | 15 | dQ_i, its half | `start_dQ`, `add_dQ` |
 # | 12, 16 | dV_j, dK_j, under `add_dQ` | `start_product`, from registers |
 # | 18 | dK_j, dV_j, written once | `store_rows` |
+#
+# Two groups of products are started, and `wgmma_wait<1>` waits for the older one. So Pᵀ is computed while the tensor cores
+# compute dPᵀ. In the same way `wgmma_wait<2>` waits for dQ_i alone: its additions to memory run while dV_j and dK_j are
+# computed.
 
 # %% slideshow={"slide_type": "subslide"}
 step = "barrier_wait(queries_full + stage"
 show("bwd_2_wgmma", step, until="__syncthreads();  // nobody still")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Two groups of products are started, and `wgmma_wait<1>` waits for the older one. So Pᵀ is computed under dPᵀ's product.
-# In the same way `wgmma_wait<2>` waits for dQ_i alone: its additions to memory run under dV_j and dK_j.
-#
 # There is one barrier a step, where the warpgroups exchange dSᵀ. `fence_async` before it makes the stores visible to
-# wgmma, which reads by another path.
+# wgmma, which reads shared memory by another path. dSᵀ has two buffers, which are used in turn: a warpgroup that is already
+# in the next step writes the other one.
 #
 # ### The new roof
 #
-# Beside wgmma, TMA writes Q_i and dO_i; `store_tile` writes dSᵀ, and all lanes read lse and delta:
+# wgmma is not alone at shared memory. TMA writes Q_i and dO_i there, `store_tile` writes dSᵀ, and all lanes read lse and
+# delta. Counted together:
 
 # %% slideshow={"slide_type": "fragment"}
 roofs = {}
@@ -158,7 +161,7 @@ for D in (64, 128):
     print(words)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Both units need nearly the same time, so a wait for one leaves the other idle, too.
+# Products and shared memory need nearly the same time. So a wait for one leaves the other idle, too.
 #
 # ### Rung 3, `hopper`: K_j stays in registers
 #
@@ -181,25 +184,27 @@ for D in (64, 128):
     print(figures.gained("bwd_3_hopper", old, new, D))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# `bwd_3` keeps both at D = 64, and K_j alone at D = 128. The larger gain was foreseen at D = 64 and came at D = 128:
-# bytes are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j,
-# which needs no exchange, before the barrier.
+# `bwd_3` keeps both at D = 64, and K_j alone at D = 128. By the roofs D = 64 should gain more, but D = 128 did: bytes are
+# not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j, which
+# needs no exchange, before the barrier.
 #
-# A block of few steps must not wait for its second tile of queries. So up to 1,024 queries (2,048 at D = 64) there is a
-# third buffer for Q_i and dO_i. And a new block waits for its first tiles. So blocks can be persistent there: while one
-# computes a tile of keys, the next keys and first queries come. The launch counts whether they would get equal work
-# ([02y](02y_deeper.ipynb), section 3).
-#
-# With a causal mask the first keys have the most queries. Their blocks start first, up to 8,192 keys in eight heads at a
-# time. So the last blocks of all are short, and no multiprocessor works long after the others.
-#
-# **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
-# at 0.85 to 0.93 of the speed. Going deeper, [02y](02y_deeper.ipynb), section 5, has the turns.
+# **A fixed order.** The blocks add to dq in the order in which they come, so its last bits vary. With
+# `deterministic=True` they take turns, at 0.85 to 0.93 of the speed. What else `bwd_3` does stands in "Going deeper",
+# [02y](02y_deeper.ipynb), sections 5 and 8.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers.
-# The last kernel restores rows and columns. Where does (row, column) lie? `check("02.11")` writes a file that says how
-# registers hold dQ_i.
+# ### The order of dQ
+#
+# A warp adds its 1,024 numbers of dQ_i to memory, 32 a lane. If it added them row by row, the lanes of a warp would
+# write to scattered places. But the sum does not care about the order, as long as *every* block uses the same one. So
+# register i of a lane goes where neighbouring lanes write neighbouring memory:
+
+# %% slideshow={"slide_type": "fragment"}
+show("bwd_2_wgmma", "add_dQ")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.11: which rows of dQ a warp owns.** The last kernel, which rounds dq to 16 bits, restores rows and columns.
+# Where does (row, column) lie? `check("02.11")` writes a file that says how registers hold dQ_i.
 
 # %% slideshow={"slide_type": "fragment"}
 def dq_position(row, column, D):
@@ -212,9 +217,13 @@ check("02.11", dq_position)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Six mistakes of one line each in `bwd_2_wgmma.cu`, in the three schedules of 02d. **Which one is seen only when threads
-# come in another order?**
-#
+# Six mistakes in `bwd_2_wgmma.cu`, each with the old line (-) and the new one (+). They run in the three schedules of
+# 02d. **Which one is seen only when threads come in another order?**
+
+# %% slideshow={"slide_type": "fragment"}
+print(planted.diffs("bwd_2_wgmma", figures.MISTAKES))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # <details><summary>Answer</summary>
 #
 # Without the barrier, a warpgroup may compute dQ_i before the other one has stored its dSᵀ. In the emulation's usual
@@ -224,27 +233,16 @@ check("02.11", dq_position)
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-added = "add_dQ(dq_i, dQ);"
-barrier = "    __syncthreads();  // both warpgroups have written dS^T"
-loop = "for (int j = 0; j < Bc / 16; j++)\n    wgmma_ss<T, 64, 1, 1>"
-mistakes = {
-    "S^T used before its wait": [f"wgmma_wait<{n}>();{'':18}// S^T" for n in (1, 2)],
-    "dP^T used before its wait": ("wgmma_wait<0>();  // dP^T is", "// dP^T is"),
-    "no barrier after dS^T is stored": (barrier, "    //"),
-    "no wait for dV and dK": (f"{added}\n    wgmma_wait<0>();", added),
-    "both compute the same half of dQ": ("D == 64 ? warpgroup * Bc * 64 : 0", "0"),
-    "dQ sums over half of the keys": (loop, loop.replace("Bc / 16", "Bc / 32")),
-}
-print(n02d_hopper.outcomes("wgmma", mistakes=mistakes, backward=True))
+print(n02d_hopper.outcomes("wgmma", mistakes=figures.MISTAKES, backward=True))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **Question 1.** By how much should `bwd_2` be faster than `bwd_1`, if both stay equally far below their roofs?
+# **Question.** `bwd_1` reaches about the same share of its roof as `bwd_2`. By how much should `bwd_2` then be faster?
 #
 # <details><summary>Answer</summary>
 #
-# By the ratio of the roofs. At D = 128 that was measured, at D = 64 a little less.
+# By the ratio of the two roofs. At D = 128 that was measured, at D = 64 a little less.
 #
 # </details>
 
@@ -253,42 +251,17 @@ for D in (64, 128):
     before, words = figures.roof("fa2", D)
     print(words, figures.gained("bwd_2_wgmma", before, roofs["wgmma", D], D), sep="\n  ")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** Which part of `bwd_3` costs most? On an H200 a copy of it was timed without some parts.
-#
-# <details><summary>Answer</summary>
-#
-# At D = 128 the additions to dq, 3.6 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
-# exponentials and delta. Without all four the kernel of D = 128 has nine tenths of the speed of a matrix product.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-print(figures.parts_left_out())
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Beside others
-#
-# **Question 3.** Where are we behind? (Above 1 we are faster.)
-#
-# <details><summary>Answer</summary>
-#
-# FlashAttention-4: from N = 4096 on by 1 % at most, as both have 0.99 to 1.09 of its speed (in a second of calls without
-# a pause, at N = 16384, 1.00 to 1.03). At smaller N our forward leads by up to 40 %, and our backward has 0.99 to 1.13 of
-# its speed. In one forward at N = 512 we have 0.98 of cuDNN's speed.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-for other in ("fa4", "sdpa-cudnn"):
-    print(n02d_hopper.beside(other, "fwd_8_hopper", "bwd_3_hopper"))
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
 #
-# - A 64 x 64 x 16 wgmma with both operands in shared memory needs that memory's whole bandwidth: 4 KB in 32 clocks.
-# - Sᵀ puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
-# - dS alone is exchanged, at one barrier a step. Each warpgroup computes half of dQ_i.
+# If you write such a kernel yourself:
+#
+# - Count bytes a clock first. A 64 x 64 x 16 wgmma with both operands in shared memory needs all of its bandwidth: 4 KB
+#   in 32 clocks.
+# - Let a block own keys, and compute Sᵀ. Then Pᵀ and dSᵀ lie in the registers of those who need them, and P is never
+#   stored.
+# - Exchange dS alone, at one barrier a step. Each warpgroup computes half of dQ_i, and adds it in the order of registers.
+# - Keep in registers what does not change, K_j first. Start what needs no exchange, dV_j, before the barrier.
 #
 # **Ask yourself**
 #
@@ -296,7 +269,7 @@ for other in ("fa4", "sdpa-cudnn"):
 #    <details><summary>Answer</summary>
 #
 #    The first operand is read once for n columns, so a wider n reads fewer bytes a clock. n = 128 is a tile of 128
-#    queries: Sᵀ and dPᵀ would take 128 registers, beside 128 for dK and dV, and there are 255.
+#    queries. Sᵀ and dPᵀ would take 128 registers, and dK and dV take another 128. A thread has 255.
 #    </details>
 # 2. Why does dQ read both operands from shared memory, although its first operand was in registers?
 #    <details><summary>Answer</summary>
@@ -317,8 +290,8 @@ for other in ("fa4", "sdpa-cudnn"):
 # 5. Why may `add_dQ` use the order of registers, and `store_rows` not?
 #    <details><summary>Answer</summary>
 #
-#    All blocks add to dq in this same order, and a last kernel has to round the sums anyway: it also restores rows.
-#    dK and dV are complete in their block and are written once, as rows.
+#    All blocks add to dq in this same order, and a last kernel has to round the sums anyway: it also restores the rows.
+#    dK and dV are complete in their block, and are written once, as rows.
 #    </details>
 #
 # **Go further**

@@ -17,7 +17,7 @@
 # *Which ideas make rung `hopper` fast, what does each of them bring, and which ideas brought nothing?*
 #
 # - **Before you start:** notebooks 02d and 02e; a section's first line says which part. Each section can be read alone.
-# - **Time:** about 80 minutes to read, 60 minutes more with the exercise. Nothing here needs a GPU. Speeds are an H200's.
+# - **Time:** about 95 minutes to read, 60 minutes more with the exercise; stop for today after section 3 or 6. Nothing here needs a GPU. Speeds are an H200's.
 # - **Code:** [`fwd_8_hopper.cu`](../steps/step02_fa2_cuda/fwd_8_hopper.cu),
 #   [`bwd_3_hopper.cu`](../steps/step02_fa2_cuda/bwd_3_hopper.cu), and what draws,
 #   [`n02y_deeper.py`](../steps/course/figures/n02y_deeper.py).
@@ -30,11 +30,15 @@
 # 5. The order of dQ on Hopper (02e)
 # 6. Two tricks of FlashAttention-4 (02d)
 # 7. What was tried, and what it brought (02d, 02e)
+# 8. What the parts of rung 3's backward cost (02e)
+# 9. Stage 02 beside FlashAttention-4 and cuDNN, at every size (02d, 02e)
+# 10. Stage 02 beside FlashAttention-3, at every size (02d)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import torch
-from steps.course.figures import measured, n02d_hopper, n02y_deeper as figures
+from steps.course.figures import measured, n02d_hopper, n02e_hopper_backward
+from steps.course.figures import n02y_deeper as figures
 from steps.course.workbook import Blank, check, show
 print(steps.engine.describe())
 
@@ -384,3 +388,76 @@ measured.ideas("fwd_8_hopper", *ideas)
 #
 # **Open.** A warp that sends dQ_i to memory, as FlashAttention-3 has it (02e says what the additions cost). A backward with
 # wgmma for D = 32, 96 and 256, which still take `bwd_1`.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 8. What the parts of rung 3's backward cost
+#
+# **You need:** notebook 02e.
+#
+# Which part of `bwd_3` costs most? On an H200 a copy of it was timed without some of its parts. What comes out is wrong
+# then, but it shows what a part costs. Read this table alone: it is of another run than the table of rungs, where the
+# whole kernel reached 640 TFLOP/s at D = 128. **Predict** which part costs most at D = 128, and which at D = 64.
+#
+# <details><summary>Answer</summary>
+#
+# At D = 128 the additions to dq, 3.6 %. The exponentials cost nothing there, because dPᵀ is computed meanwhile. At D = 64
+# the exponentials cost most, and then delta. Without all four parts the kernel of D = 128 has nine tenths of the speed of
+# a matrix product.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+print(n02e_hopper_backward.parts_left_out())
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Buffers, and blocks that go on
+#
+# Three things in `bwd_3` are about the beginning and the end of a block.
+#
+# - A block with few steps should not wait for its second tile of queries. So up to 1,024 queries (2,048 at D = 64) there
+#   is a third buffer for Q_i and dO_i.
+# - A new block waits for its first tiles. So with few queries blocks are *persistent*: while a block computes one tile of
+#   keys, the next keys and their first queries come. Before the launch the host counts how much work each block would
+#   get. If it is not nearly equal, each block computes one tile of keys (section 3).
+# - With a causal mask the first keys have the most queries. Their blocks start first, up to 8,192 keys in eight heads at
+#   a time. So the last blocks of all are short, and no multiprocessor works long after the others.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 9. Stage 02 beside FlashAttention-4 and cuDNN, at every size
+#
+# **You need:** notebooks 02d and 02e.
+#
+# FlashAttention-4 (`fa4`) has a kernel of its own for Hopper. The tables have our share of a peer's speed in the same
+# run: above 1 we are faster. **Where are we behind?**
+#
+# <details><summary>Answer</summary>
+#
+# Beside FlashAttention-4, from N = 4096 on: nowhere by more than 1 %. There both have 0.99 to 1.09 of its speed (in a
+# second of calls without a pause, at N = 16384, 1.00 to 1.03). At smaller N our forward leads by up to 40 %, and our
+# backward has 0.99 to 1.13 of its speed. Beside cuDNN we are behind once. In one forward at N = 512 we have 0.98 of
+# cuDNN's speed.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+for other in ("fa4", "sdpa-cudnn"):
+    print(n02d_hopper.beside(other, "fwd_8_hopper", "bwd_3_hopper"))
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 10. Stage 02 beside FlashAttention-3, at every size
+#
+# **You need:** notebook 02d.
+#
+# `fa3` is FlashAttention-3's own kernel. The table has our share of its speed in the same run: above 1 we are faster.
+# **Predict:** at which head_dim and mask is `hopper` nearest to it?
+#
+# <details><summary>Answer</summary>
+#
+# At D = 128 with a causal mask. We are level with it there from N = 1024 on, where `hopper` has 0.99 to 1.01 of its speed.
+# Without a mask `hopper` has 1.01 to 1.08 of it, and at D = 64 1.02 to 1.25. Two switches of `hopper` at D = 128, N = 4096:
+# `hopper` without turns has 1.00 to 1.01 of its speed, and without OVERLAP 0.89 to 0.91.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+print(n02d_hopper.beside("fa3", "fwd_7_roles", "fwd_8_hopper"))

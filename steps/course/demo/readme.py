@@ -14,7 +14,6 @@ from matplotlib.patches import Rectangle
 
 from reference import attention
 from steps import catalogue
-from steps.course.bench.rows import setting
 from steps.course.demo import compare
 from steps.course.demo.model import SMALL
 from steps.course.figures import measured, plots
@@ -67,23 +66,6 @@ def rungs_of_triton():
     return "\n".join(lines)
 
 
-IDEAS = {  # what a rung of stage 02 adds to the one before it
-    "fwd_0_scalar": "a thread a query",
-    "fwd_1_warp": "a warp shares 16 queries",
-    "fwd_2_mma": "tensor cores",
-    "fwd_3_ldmatrix": "no bank conflicts",
-    "fwd_4_cp_async": "copies meanwhile",
-    "fwd_5_fa2": "larger tiles, few masks",
-    "fwd_6_wgmma": "Hopper's tensor cores, TMA",
-    "fwd_7_roles": "one thread copies",
-    "fwd_8_hopper": "exponentials under products",
-    "bwd_0_scalar": "a thread a key",
-    "bwd_1_fa2": "tensor cores, copies meanwhile",
-    "bwd_2_wgmma": "Hopper's tensor cores, TMA",
-    "bwd_3_hopper": "K in registers, dV early",
-}
-
-
 def speeds():
     """The rungs in README's picture as a markdown table, narrow too, and what the peers in the picture reach.
 
@@ -92,13 +74,11 @@ def speeds():
     found = measured.fresh()
     gpu, rungs = plots.ladder_rows(found)
     numbers = plots.ladder_numbers(found)
-    reached = {(row["peer"], row["run"], setting(row)): row["tflops"] for row in found}
     names = {peer: plots.PEERS[peer][0] for peer in ("sdpa-cudnn", "fa4")}
     lines = [f"|kernel|adds|TFLOP/s|{'|'.join(f'of {name}' for name in names.values())}|", "|---|---|---:|---:|---:|"]
     for kernel, row in (rungs["fwd"] | rungs["bwd"]).items():
-        peers = [reached.get((peer, row["run"], setting(row))) for peer in names]
-        shares = "|".join(f"{row['tflops'] / peer:.0%}" if peer else "–" for peer in peers)
-        idea = ", ".join([IDEAS[kernel], *plots.differing(row)])
+        shares = "|".join(measured.share_of(peer, row, found) for peer in names)
+        idea = ", ".join([measured.IDEAS[kernel], *plots.differing(row)])
         link = f"[{kernel}](steps/step02_fa2_cuda/{kernel}.cu)"
         lines.append(f"|{link}|{idea}|{row['tflops']:.3g}|{shares}|")
     said = []

@@ -6,16 +6,19 @@ from steps.course.bench import cost, report
 from steps.course.bench import rows as results
 from steps.course.bench.rows import label, setting
 from steps.course.figures.picture import picture
-from steps.course.figures.plots import GREYS, INK, PEERS, colour_of, subplots, table
+from steps.course.figures.plots import GREYS, INK, PEERS, colour_of, differing, ladder_rows, subplots, table
 
 H200, H100 = cost.GPUS["NVIDIA H200"], cost.GPUS["NVIDIA H100 80GB HBM3"]
 
 
-def speed_bars(found):
-    """TFLOP/s as bars with their values, fastest on top. One row for each kernel and peer, at one size."""
+def speed_bars(found, grey=()):
+    """TFLOP/s as bars with their values, fastest on top. One row for each kernel and peer, at one size.
+
+    A kernel has the colour of its rung, unless it is one of `grey`.
+    """
     fig, ax = subplots()
     ordered = sorted(found, key=lambda row: row["tflops"])
-    others = [row["peer"] is not None and row["peer"] not in PEERS for row in ordered]
+    others = [row["kernel"] in grey or row["peer"] is not None and row["peer"] not in PEERS for row in ordered]
     colours = [GREYS[1] if other else colour_of(row["peer"] or row["kernel"])
                for row, other in zip(ordered, others, strict=True)]  # fmt: skip
     bars = ax.barh([label(row) for row in ordered], [row["tflops"] for row in ordered], height=0.7, color=colours)
@@ -69,27 +72,66 @@ def ideas(kernel, *switches):
     print(table(*lines))
 
 
-def rung(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16"):
-    """A rung's result in a line, of one run: TFLOP/s, the factor to the rung before it, and to the fastest peer.
+# What each rung of stage 02 adds to the one before it.
+IDEAS = {
+    "fwd_0_scalar": "a thread a query",
+    "fwd_1_warp": "a warp shares 16 queries",
+    "fwd_2_mma": "tensor cores",
+    "fwd_3_ldmatrix": "no bank conflicts",
+    "fwd_4_cp_async": "copies meanwhile",
+    "fwd_5_fa2": "larger tiles, few masks",
+    "fwd_6_wgmma": "Hopper's tensor cores, TMA",
+    "fwd_7_roles": "one thread copies",
+    "fwd_8_hopper": "exponentials under products",
+    "bwd_0_scalar": "a thread a key",
+    "bwd_1_fa2": "tensor cores, copies meanwhile",
+    "bwd_2_wgmma": "Hopper's tensor cores, TMA",
+    "bwd_3_hopper": "K in registers, dV early",
+}
 
-    found: rows, the fresh committed ones if None. Where there is no row at this size, the line says so.
+
+def share_of(peer, row, found):
+    """A row's speed as a share of a peer's in the same run at the same setting, such as "54%", or a dash."""
+    reached = {(one["peer"], one["run"], setting(one)): one["tflops"] for one in found}
+    theirs = reached.get((peer, row["run"], setting(row)))
+    return f"{row['tflops'] / theirs:.0%}" if theirs else "–"
+
+
+def rungs(pass_, peer="sdpa-cudnn"):
+    """Stage 02's rungs, forward ("fwd") or backward ("bwd"), as a table in words: TFLOP/s, and shares of a peer's."""
+    gpu, ladder = ladder_rows(fresh())
+    lines = [("rung", "adds to the one before", "TFLOP/s", f"of {PEERS[peer][0]}")]
+    for kernel, row in ladder[pass_].items():
+        idea = ", ".join([IDEAS[kernel], *differing(row)])
+        lines.append((kernel, idea, f"{row['tflops']:.3g}", share_of(peer, row, fresh())))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in lines]
+    return "\n".join([*shown, f"({gpu}, bf16, D = 128, N = 4096, full, unless a line says otherwise)"])
+
+
+def rung(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16", peer=None):
+    """A rung's result in a line, of one run: TFLOP/s, the factor to the rung before, the share of a peer's speed.
+
+    found: rows, the fresh committed ones if None. Where there is no row at this size, the line says so. peer: the
+    fastest one if None.
     """
     size = f"{dtype}, D = {D}, N = {N}, full"
-    chosen = rung_row(kernel, found, gpu=gpu, D=D, N=N, dtype=dtype)
+    chosen = rung_row(kernel, found, gpu=gpu, D=D, N=N, dtype=dtype, peer=peer)
     if not chosen:
         return f"{kernel}: not measured as it is now, {size}"
-    mine, before, peer = chosen
+    mine, before, other = chosen
     words = [f"{kernel}: {mine['tflops']:.3g} TFLOP/s"]
     words += [f"{mine['tflops'] / before['tflops']:.2f} x {before['kernel']}"] if before else []
-    words += [f"{mine['tflops'] / peer['tflops']:.2f} of {peer['peer']}"] if peer else []
+    name = PEERS[peer][0] if peer in PEERS else other and other["peer"]
+    words += [f"{mine['tflops'] / other['tflops']:.2f} of {name}"] if other else []
     return f"{', '.join(words)}\n  ({mine['gpu']}, {size})"
 
 
-def rung_row(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16"):
-    """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run.
+def rung_row(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16", peer=None):
+    """(row, row of the next lower rung or None, row of a peer or None) of a rung in one run.
 
-    gpu: by default rows of an H200 count, and where there are none, those of an H100. Of several runs the last one
-    counts in which a lower rung was measured, too.
+    peer: the fastest one if None. gpu: by default rows of an H200 count, and where there are none, those of an H100.
+    Of several runs the last one counts in which a lower rung was measured, too.
     """
     found = fresh() if found is None else found
     at = {"D": D, "N": N, "causal": False, "dtype": dtype, "options": {}, "n_gpus": 1}
@@ -97,7 +139,7 @@ def rung_row(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16"):
     rungs = [row for row in found if row["kernel"] == kernel]
     gpus = (H200, H100) if gpu is None else (gpu,)
     rungs = next(filter(None, ([row for row in rungs if row["gpu"] == gpu.name] for gpu in gpus)), [])
-    candidates = [(row, *company(row, found)) for row in rungs]
+    candidates = [(row, *company(row, found, peer)) for row in rungs]
     return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)
 
 
@@ -132,11 +174,11 @@ def speeds(panels, gpu, alt):
     return picture(fig, alt)
 
 
-def company(row, found):
-    """Of the run and size of a kernel's row: the row of the next lower rung, and of the fastest peer, or None."""
+def company(row, found, peer=None):
+    """Of the run and size of a kernel's row: the row of the next lower rung, and of a peer (the fastest), or None."""
     pass_, number, _ = row["kernel"].split("_", 2)
     beside = [one for one in found if (one["run"], setting(one)) == (row["run"], setting(row))]
     kernels = {int(one["kernel"].split("_")[1]): one for one in beside if one["stage"] == row["stage"]}
     lower = [n for n in kernels if n < int(number) and kernels[n]["kernel"].startswith(pass_)]
-    peers = [one for one in beside if one["peer"]]
+    peers = [one for one in beside if one["peer"] and peer in (None, one["peer"])]
     return kernels[max(lower)] if lower else None, max(peers, key=lambda one: one["tflops"], default=None)

@@ -7,11 +7,35 @@ import torch
 from steps.course.bench import rows
 from steps.course.figures import measured
 from steps.course.figures.picture import picture
-from steps.course.figures.planted import GPU, report
+from steps.course.figures.planted import GPU, changed_lines, report
 from steps.course.figures.plots import COLOURS, cells, subplots
 from steps.step02_fa2_cuda import emulator
 
 KERNELS = "fwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers", "fwd_0_scalar", "fwd_1_warp"
+
+MISTAKES = {  # of fwd_0_scalar
+    "idle threads return early": ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i"),
+    "no barrier before the loads": ("    __syncthreads();  // no ", "    // no "),
+    "V loaded beyond the last key": (
+        "load_tile(V, v + j * v_row, v_row, min(Bc, keys - j)", "load_tile(V, v + j * v_row, v_row, Bc"
+    ),
+    "m starts at 0": ("m = -INFINITY, l = 0;", "m = 0, l = 0;"),
+    "l = 0 is divided by": ("l == 0 ? 0 : O[d] / l", "O[d] / l"),
+    "one column of S for all": ("<float>(Bc * Br) + threadIdx.x", "<float>(Bc * Br)"),
+}
+OF_MIRROR = {
+    "one place too far": ("tile[n - 1 - t]", "tile[n - t]"),
+    "no barrier": ("  __syncthreads();\n", ""),
+    "thread 5 returns": ("  __syncthreads", "  if (t == 5) return;\n  __syncthreads"),
+}
+
+
+def break_mirror(text, x):
+    """Plants three mistakes in the kernel `mirror` and prints each, with y or what the emulation complains of."""
+    for says, edit in OF_MIRROR.items():
+        y = torch.zeros(len(x))
+        complaint = report(text.replace(*edit), "mirror", [x, y], grid=1, block=8, shared_bytes=8 * 4)
+        print(says, *changed_lines(text, *edit), complaint or f"    y = {y.tolist()}", sep="\n")
 
 
 def float32_speeds():
@@ -20,7 +44,8 @@ def float32_speeds():
     found = [row for row in rows.latest(rows.fresh(rows.read())) if at.items() <= row.items()]
     found = [row for row in found if row["peer"] == "sdpa-efficient" or row["kernel"] in KERNELS]
     told = ", ".join(f"{r['peer'] or r['kernel']} {r['tflops']:.3g}" for r in found)
-    return picture(measured.speed_bars(found), f"TFLOP/s of the forward in float32 as bars: {told}.")
+    bars = measured.speed_bars(found, grey=KERNELS[:3])
+    return picture(bars, f"TFLOP/s of the forward in float32 as bars, rungs 0 and 1 of stage 02 in colour: {told}.")
 
 
 def owners():

@@ -20,6 +20,16 @@ SCHEDULES = {
     "products late": {"copies": "eager", "wgmma": "late"},  # finds stages that are filled again too early
     "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
 }
+WAIT_EMPTY, WAIT_FULL = (f"barrier_wait({name} + stage(), parity()" for name in ("empty", "full"))
+WAIT_S, RELEASE = "      wgmma_wait<0>();\n", "      K.release();\n"
+STUCK = {"the producer waits for the other parity": (f"{WAIT_EMPTY} ^ 1);", f"{WAIT_EMPTY});")}  # of fwd_7_roles, too
+MISTAKES = {  # of fwd_7_roles
+    "the consumer begins with parity 1": (WAIT_FULL, f"{WAIT_FULL} ^ 1"),
+    "the parity never flips": ("return n / DEPTH % 2;", "return 0;"),
+    "every lane releases a stage": ("if (threadIdx.x % 32 == 0) barrier_a", "barrier_a"),
+    "no wait for S": (WAIT_S + RELEASE, RELEASE),
+    "K released before its products end": (WAIT_S + RELEASE, RELEASE + WAIT_S),
+}
 
 
 def legend(fig, colours, where="outside upper center"):
@@ -139,8 +149,9 @@ def outcomes(*rungs, mistakes=(), backward=False):
     return table(*lines)
 
 
-def report_of(*mistake):
-    """What the emulation says of rung roles with a mistake, shortened, and the lines that it names."""
+def report_of(mistakes):
+    """What the emulation says of rung roles with {name: mistake}, shortened, and the lines that it names."""
+    (mistake,) = mistakes.values()
     q, k, v = torch.randn(3, 1, 1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     try:
         with edited("fwd_7_roles.cu", mistake) as lines:
@@ -149,3 +160,13 @@ def report_of(*mistake):
         told = re.sub(r"; threads 1-31 returned.*|, and count as missing| \(\d+ of \d+ arrivals.*?\)", "", str(stuck))
         named = sorted({int(n) for n in re.findall(r"\.cu:(\d+)", told)})
         return "\n".join([told, *(f"line {n}: {lines[n - 1].strip()}" for n in named)])
+
+
+def rungs_on_hopper():
+    """TFLOP/s of rungs 5 to 8 and of the peers on an H200 as bars, of one run, without and with a causal mask."""
+    names = "fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper", "sdpa-cudnn", "fa3"
+    panels = {word: measured.of_one_run(*names, causal=word == "causal") for word in ("full", "causal")}
+    panels = {word: {name: found[name] for name in names if found} for word, found in panels.items()}
+    told = "; ".join(f"{word}: {', '.join(f'{name} {x:.0f}' for name, x in found.items())}"
+                     for word, found in panels.items())  # fmt: skip
+    return measured.speeds(panels, measured.H200, f"Bars of TFLOP/s at D = 128, N = 4096, bf16. {told}.")

@@ -11,6 +11,16 @@ from steps.step02_fa2_cuda import calls, emulator, ladder
 
 BANDWIDTH, TENSOR = 128, 4096  # bytes of shared memory, FLOP: a clock and SM
 TILES = ladder.BACKWARD["wgmma"].tiles[0]  # {D: (Br, Bc)}
+LOOP = "for (int j = 0; j < Bc / 16; j++)\n    wgmma_ss<T, 64, 1, 1>"
+BARRIER = "__syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended\n"
+MISTAKES = {  # of bwd_2_wgmma
+    "S^T used before its wait": tuple(f"wgmma_wait<{n}>();{'':18}// S^T" for n in (1, 2)),
+    "dP^T used before its wait": ("    wgmma_wait<0>();  // dP^T is there\n", ""),
+    "no barrier after dS^T is stored": (f"    {BARRIER}", ""),
+    "no wait for dV and dK": ("add_dQ(dq_i, dQ);\n    wgmma_wait<0>();", "add_dQ(dq_i, dQ);"),
+    "both compute the same half of dQ": ("D == 64 ? warpgroup * Bc * 64 : 0", "0"),
+    "dQ sums over half of the keys": (LOOP, LOOP.replace("Bc / 16", "Bc / 32")),
+}
 KEPT = {("hopper", 64): ("S^T", "dP^T"), ("hopper", 128): ("S^T",)}  # products with a first operand kept in registers
 
 

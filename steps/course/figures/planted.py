@@ -1,6 +1,7 @@
 """Stage 02's kernels as text, on the contract's cases, and with a mistake planted: what 02a, 02b and 02c try."""
 
 import ctypes
+import difflib
 import tempfile
 import textwrap
 from pathlib import Path
@@ -103,6 +104,25 @@ def killed(rung, mistakes, names, orders, tile=None):
         with edited(ladder.forward_row(rung).file, edit):
             found |= {(says, n): [verdict(*ready[n], rung, **order) for order in orders] for n in names}
     return found
+
+
+def diffs(file, mistakes):
+    """Mistakes as lines of a page: of each its name, the lines of the file that it removes (-) and adds (+).
+
+    mistakes: {name: (old text, new text)}.
+    """
+    text = (launches.HERE / f"{file}.cu").read_text()
+    return "\n".join(line for name, edit in mistakes.items() for line in [name, *changed_lines(text, *edit)])
+
+
+def changed_lines(text, old, new, width=86):
+    """The lines of a text that are removed (-) and added (+) if old becomes new, and those between them."""
+    compared = difflib.ndiff(text.splitlines(), text.replace(old, new).splitlines())
+    compared = [line for line in compared if line[0] != "?"]
+    at = [n for n, line in enumerate(compared) if line[0] in "+-"]
+    near = compared[at[0] : at[-1] + 1] if at[-1] - at[0] < 4 else [compared[n] for n in at]
+    found = [f"  {line[0]} {' '.join(line[1:].split())}" for line in near]
+    return [line if len(line) <= width else f"{line[: width - 3]}..." for line in found]
 
 
 def seen_by(rung, mistakes, names, tile=None, harmless=(), **orders):
