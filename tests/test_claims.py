@@ -199,8 +199,9 @@ def test_small_calls():
     both = {("graph" in one["options"], rows.label(one)): one for one in found if one["pass"] == "fwd+bwd"}
     eager, graphs = ({who: one for (graph, who), one in both.items() if graph == how} for how in (False, True))
     captured, fastest = [one["host_us"] for one in graphs.values()], min(eager.values(), key=lambda one: one["host_us"])
-    assert fastest["peer"] == "sdpa-cudnn" and max(captured) < min(fastest["host_us"], 1.1 * min(captured))
-    assert says(RESULTS, "the same time whichever kernels are inside, and less than cuDNN's without graphs.")
+    assert fastest["peer"] == "sdpa-cudnn" and max(captured) < min(fastest["host_us"], 1.15 * min(captured))
+    same = "about the same time whichever kernels are inside (# to # µs), and less than cuDNN's without graphs."
+    says(RESULTS, same, *span(captured))
     longer = [1e3 * (graphs[who]["ms_median"] - eager[who]["ms_median"]) for who in {*eager, *graphs}]
     says(RESULTS, "The GPU takes # to # µs longer", *span(longer))
 

@@ -189,7 +189,7 @@ for D in (64, 128):
 # needs no exchange, before the barrier.
 #
 # **A fixed order.** The blocks add to dq in the order in which they come, so its last bits vary. With
-# `deterministic=True` they take turns, at 0.85 to 0.93 of the speed. What else `bwd_3` does stands in "Going deeper",
+# `deterministic=True` they take turns, at 0.85 to 0.92 of the speed. What else `bwd_3` does stands in "Going deeper",
 # [02y](02y_deeper.ipynb), sections 5 and 8.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}

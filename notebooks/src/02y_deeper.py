@@ -218,8 +218,8 @@ for changed, clocks, _ in figures.recorded():
     print(f"{changed:27}{clocks:6.0f} clocks a step")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Of the 530 clocks beyond the products 340 vanish with the exponentials and 130 with the rest of the softmax. The last
-# 60 are unexplained. OVERLAP gains 9 %.
+# Of the 520 clocks beyond the products 340 vanish with the exponentials and 120 with the rest of the softmax. The last
+# 60 are unexplained. OVERLAP gains 10 %.
 #
 # **Predict:** is that so at D = 64, too, where the exponentials of a step take as many clocks as its products?
 
@@ -396,11 +396,11 @@ measured.ideas("fwd_8_hopper", *ideas)
 #
 # Which part of `bwd_3` costs most? On an H200 a copy of it was timed without some of its parts. What comes out is wrong
 # then, but it shows what a part costs. Read this table alone: it is of another run than the table of rungs, where the
-# whole kernel reached 640 TFLOP/s at D = 128. **Predict** which part costs most at D = 128, and which at D = 64.
+# whole kernel reached 651 TFLOP/s at D = 128. **Predict** which part costs most at D = 128, and which at D = 64.
 #
 # <details><summary>Answer</summary>
 #
-# At D = 128 the additions to dq, 3.6 %. The exponentials cost nothing there, because dPᵀ is computed meanwhile. At D = 64
+# At D = 128 the additions to dq, 2.2 %, and delta as much. The exponentials cost nothing there, because dPᵀ is computed meanwhile. At D = 64
 # the exponentials cost most, and then delta. Without all four parts the kernel of D = 128 has nine tenths of the speed of
 # a matrix product.
 #
@@ -434,7 +434,7 @@ print(n02e_hopper_backward.parts_left_out())
 #
 # Beside FlashAttention-4, from N = 4096 on: nowhere by more than 1 %. There both have 0.99 to 1.09 of its speed (in a
 # second of calls without a pause, at N = 16384, 1.00 to 1.03). At smaller N our forward leads by up to 40 %, and our
-# backward has 0.99 to 1.13 of its speed. Beside cuDNN we are behind once. In one forward at N = 512 we have 0.98 of
+# backward has 0.98 to 1.11 of its speed. Beside cuDNN we are behind once. In one forward at N = 512 we have 0.98 of
 # cuDNN's speed.
 #
 # </details>
