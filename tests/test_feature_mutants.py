@@ -57,9 +57,10 @@ PLANTED = [
     ("alibi_of_first_batch", "alibi of each batch", "scores.py", "seq.number * f.slope_strides[0]", "0"),
     ("softcap_without_derivative", "softcap", "flash_kernels.py", "dS * derivative", "dS"),
     ("softcap_without_scale", "softcap", "scores.py", "X * (f.scale / f.softcap)", "X / f.softcap"),
-    ("sink_scaled", "boolean + causal + sinks", "flash.py", "sinks.float()", "(sinks.float() * 24**-0.5)"),  # of D = 24
-    ("sink_in_base2", "additive + dropout + softcap + sinks", "flash.py", "sinks.float()",
-     "(sinks.float() * 0.6931472)"),
+    ("sink_scaled", "boolean + causal + sinks", "flash.py", "record.in_float32(sinks)",
+     "record.derive(lambda x: x.float() * 24**-0.5, sinks)"),  # of D = 24
+    ("sink_in_base2", "additive + dropout + softcap + sinks", "flash.py", "record.in_float32(sinks)",
+     "record.derive(lambda x: x.float() * 0.6931472, sinks)"),
     ("sink_not_in_lse", "sinks", "flash_kernels.py", "lse_i, kept_share = add_sink(", "_, kept_share = add_sink("),
     ("sink_gradient_without_delta", "causal + window + sinks + packed", "flash_kernels.py",
      "-P * tl.sum(products, 1)", "-P"),

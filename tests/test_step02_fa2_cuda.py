@@ -610,21 +610,16 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 @pytest.mark.parametrize(
     "Hk, small",
     [
-        (6, {"CACHE = 1 << 25": "CACHE = 4 * 8 * 64 * (150 + 300)", "SECTION = 8": "SECTION = 4"}),
-        (6, {"CACHE = 1 << 25": "CACHE = 0", "FEW = 128": "FEW = 0", "SECTION = 8": "SECTION = 4"}),
-        (6, {"CACHE = 1 << 25": "CACHE = 0", "FEW = 128": "FEW = 0", "LONG = 1 << 17": "LONG = 0"}),
+        (6, {"CACHE": 4 * 8 * 64 * (150 + 300), "SECTION": 4}),
+        (6, {"CACHE": 0, "FEW_TILES": 0, "SECTION": 4}),
+        (6, {"CACHE": 0, "FEW_TILES": 0, "LONG_SECTION": 0}),
         (2, {}),  # heads of queries are in groups, so the queries descend
     ],
 )
-def test_the_order_of_a_long_backward(Hk, small, deterministic, tmp_path, monkeypatch):
+def test_the_order_of_a_long_backward(Hk, small, deterministic, monkeypatch):
     """What takes many heads or many keys: six heads in sections of four, and each way through the queries."""
-    row = ladder.BACKWARD["hopper"]
-    text = (launches.HERE / row.file).read_text()
-    for usual, smaller in small.items():
-        assert text.count(usual) == 1
-        text = text.replace(usual, smaller)
-    (tmp_path / row.file).write_text(text)
-    monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
+    for name, smaller in small.items():
+        monkeypatch.setattr(tile_scheduler, name, smaller)
     monkeypatch.setattr(ladder.Problem, "heads_apart", False)
     monkeypatch.setattr(calls, "plans", Cache())
     q, k, v, dout = random_inputs(1, 6, Hk, 150, 300, 64, torch.bfloat16)

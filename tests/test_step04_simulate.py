@@ -327,6 +327,9 @@ def test_blocks_are_as_fast_as_one_gpu_at_this_size_while_all_compute():
     assert predicted(FORWARD, *races) - predicted(FORWARD) == pytest.approx(ALONE / 2)
     assert predicted(BOTH, *races) - predicted(BOTH) == pytest.approx((1 + 7.5) * ALONE / 2)
     assert fitted.beside_others(OF_BLOCKS, FORWARD) == {}
+    later = [one | {"date": "2999-01-01"} for one in OF_BLOCKS]  # The GPU beside the ring had the ring's kernels.
+    assert predicted(BOTH, *races, blocks=later) == predicted(BOTH, *races)
+    assert predicted(BOTH, *(one for one in races if one is not both), blocks=later) is None
 
 
 def test_what_a_profiler_has_not_seen_hidden_is_added():

@@ -41,18 +41,20 @@ def of_fullest_run(rows):
 def predicted(rows, row, memory):
     """The model's seconds for a row of the ring; None without the rows of a block's speed or of hops.
 
-    Also None for a ring measured on an earlier day than its blocks' speed, because it may have used other kernels.
+    Also None for a ring measured on an earlier day than its blocks' speed, because it may have used other kernels,
+    unless one GPU was measured beside it, with the same kernels: its time is then the unit of a block's.
     memory: bytes/s of the GPU's own memory, by its datasheet.
     """
     machine, passes = machine_of(rows, row, memory), row["pass"].split("+")
     if not machine or not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
         return None
+    shares, together, seconds = hidden(rows, row), beside_others(rows, row), 0.0
     blocks = [one for one in rows if one["gpu"] == row["gpu"] and one["n_gpus"] == 1 and one["kernel"] in BLOCKS]
-    if any(row["date"] < min(one["date"] for one in blocks if one["pass"] == pass_) for pass_ in passes):
+    measured_on = {pass_: min(one["date"] for one in blocks if one["pass"] == pass_) for pass_ in passes}
+    if any(row["date"] < day and pass_ not in together for pass_, day in measured_on.items()):
         return None
     layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
     shape = Shape(row["B"], row["H"], row["Hk"], row["D"])
-    shares, together, seconds = hidden(rows, row), beside_others(rows, row), 0.0
     for pass_ in passes:
         alone = machine.block(shape, row["N"], row["N"], row["causal"], pass_)
         slower = dict.fromkeys(range(row["n_gpus"]), together.get(pass_, alone) / alone)
