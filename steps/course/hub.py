@@ -5,7 +5,7 @@
     README.md, build/CARD.md         the card
 
 The files are those that steps/README.md names under "Files to copy out", and with them the torch.autograd.Function
-of that page. Python compiles nothing ahead, so this is the whole build. Torch's CPU build runs torch-cpu, with Triton's
+of that page. Nothing is compiled ahead, so this is the whole build. Torch's CPU build loads torch-cpu, for Triton's
 interpreter. Whoever publishes the folder names the repository: `kernel-builder upload FOLDER --repo-id ...`.
 """
 
