@@ -129,13 +129,14 @@ def test_the_build_file_and_the_card(folder):
     project = tomllib.loads((Path(hub.ROOT) / "pyproject.toml").read_text())["project"]
     assert f"edition {project['version']}" in text
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    head, _, *lines = table
+    head, _, *lines = table or [[], []]  # no table where both kernels have changed since they were measured
     found = [dict(zip(head, line, strict=True)) for line in lines]
-    assert {line["GPU"] for line in found} == {"NVIDIA H200", "NVIDIA H100 80GB HBM3"}
-    assert {(line["kernel"], line["pass"]) for line in found} == {("flash", "fwd"), ("flash", "bwd"), ("decode", "fwd")}
     fields = {"GPU": "gpu", "kernel": "kernel", "pass": "pass", "B": "B", "queries": "N", "keys": "Nk", "D": "D"}
-    measured = {(*(str(row[name]) for name in fields.values()), f"{row['ms_median']:.3g}") for row in rows.read()}
+    fresh = rows.fresh(row for row in rows.read() if row["kernel"] in ("flash", "decode"))
+    measured = {(*(str(row[name]) for name in fields.values()), f"{row['ms_median']:.3g}") for row in fresh}
     assert all(tuple(line[name] for name in (*fields, "ms")) in measured for line in found)
+    assert {line["GPU"] for line in found} == {row["gpu"] for row in fresh if row["options"].get("feature") == "causal"}
+    assert {line["kernel"] for line in found} == {row["kernel"] for row in fresh}
 
 
 def test_the_command_writes_into_an_empty_folder_only(tmp_path):

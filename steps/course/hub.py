@@ -128,10 +128,13 @@ def speeds():
     for row in shown:
         where = row["run"], results.setting(row)
         peers = [other for other in rows if other["peer"] and (other["run"], results.setting(other)) == where]
-        peer = min(peers, key=lambda other: other["ms_median"])
+        peer = min(peers, key=lambda other: other["ms_median"], default=None)
         sizes = [row["gpu"], row["kernel"], row["pass"], "yes" if row["causal"] else "no"]
         sizes += [str(row[name]) for name in ("B", "H", "Hk", "N", "Nk", "D")]
-        lines.append([*sizes, f"{row['ms_median']:.3g}", f"{peer['ms_median']:.3g}, {peer['peer']}"])
+        fastest = f"{peer['ms_median']:.3g}, {peer['peer']}" if peer else "–"
+        lines.append([*sizes, f"{row['ms_median']:.3g}", fastest])
+    if not shown:  # A kernel that has changed is measured anew first.
+        return report.EMPTY.strip()
     return f"{report.piped(lines, 4)}\nMedians of interleaved calls, bfloat16. {report.machines(shown)}."
 
 
