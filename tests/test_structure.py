@@ -40,9 +40,10 @@ BELOW = {
     "figures": {"places", "cached", "checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
     "demo": {"places", "contract", "engine", "stages", "catalogue", "bench", "figures"},
     "verify": {"engine", "workbook", "bench"},
+    "hub": {"places", "bench"},
     "__main__": {"places", "contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
 }
-COURSE = "workbook", "bench", "figures", "demo", "verify"
+COURSE = "workbook", "bench", "figures", "demo", "verify", "hub"
 OTHER_STAGES = {
     "steps.step04_ring.block": {"step02_fa2_cuda", "step03_triton"},  # the default block, on Hopper and elsewhere
     "steps.step04_ring.strategies.team": {"step03_triton"},  # the block for packed sequences

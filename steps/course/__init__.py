@@ -5,4 +5,5 @@
     demo       every stage on real input
     bench      measurements, and the rows that were recorded
     figures    what the notebooks draw
+    hub        two kernels as a folder for Hugging Face's kernels hub
 """
