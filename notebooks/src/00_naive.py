@@ -19,7 +19,7 @@
 # ![Left, the 48 x 48 weights of 48 tokens. Right, one tile of 16 x 16, and an arrow to the next.](../notebooks/figures/question_00.png)
 #
 # - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU.
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: after part 4.
 # - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py). Each version, or **rung**, adds one idea.
 # - **Tests:** `pytest tests/test_step00_naive.py`. **Symbols:** [reference/symbols.md](../reference/symbols.md).
 #   **Terms:** [reference/glossary.md](../reference/glossary.md).
@@ -46,7 +46,7 @@ print(steps.engine.describe())
 # matches key j, and **softmax** turns a row of scores into weights that add up to 1. The scale, by default $1/\sqrt d$,
 # keeps scores from growing with d.
 #
-# In self-attention all three come from the same N tokens, here 6 animals with d = 2. The values are points in the plane.
+# In self-attention all three come from the same N **tokens**, the pieces of a text; here they are 6 animals with d = 2. The values are points in the plane.
 #
 # **Read as classification:** q is the input of a classifier's last layer. Its weights are the keys, one **class embedding**
 # for each class, here an animal. The scores are its logits, and P has the class probabilities. A classifier would answer
@@ -126,8 +126,8 @@ print(f"S of one head at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. A softmax that never sees its whole row
 #
-# The peak grows by 4, as $N^2$ does. Four matrices of N x N are alive at the worst moment: S, its exponentials, these
-# divided by their sum, and P, in which rows that see no key are set to 0. The $N^2$ *operations* are attention itself and
+# The peak grows by 4, as $N^2$ does. At the worst moment four N x N matrices exist: S; its exponentials; these divided by
+# their row's sum; and P, a copy in which rows that see no key are 0. The $N^2$ *operations* are attention itself and
 # stay. The $N^2$ *memory* can go, if softmax can do without its whole row of scores, and the backward without P.
 #
 # ### First, it must not overflow
@@ -234,7 +234,7 @@ check("00.2", online_update)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, for a tile |
 # | [12–15] | O / l and lse, written once | end of the outer loop |
 #
-# In line [10] the paper prints the inverse of alpha, which must not be there ([erratum E12](../papers/errata.md)). What the
+# Line [10] of the paper multiplies by 1 / alpha. This is a misprint ([erratum E12](../papers/errata.md)): it must be alpha. What the
 # inner loop keeps does not grow with N. The site's [player](../notebooks/site/player.md) shows the tiles in motion.
 
 # %% slideshow={"slide_type": "subslide"}
@@ -261,7 +261,7 @@ show("fwd_3_tiled", "forward")
 figures.tiles_visited()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Exercise 00.3: mask a causal tile
+# ### Exercise 00.3: the causal mask of one tile
 #
 # Set to -inf the scores that the queries of a tile may not see; `shift` is Nk - Nq.
 
@@ -337,9 +337,8 @@ check("00.4", tile_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Every stage has to give right results for one list of inputs, its **contract**. "Right" is measured against a reference in
-# float64. How far a result may be off depends on the input: twice as far as the matrix form is off when it is computed
-# in the stage's own precision, plus what the last rounding adds.
+# The **contract** is a list of inputs for which every stage has to be right, compared with a reference in float64. We
+# compute the matrix form in the stage's precision; a stage may have twice its error, plus that of the last rounding.
 #
 # Now break one thing: `forward` passes 0 to `mask` instead of Nk - Nq. **Which kind of input will fail?**
 #
@@ -361,7 +360,8 @@ print(figures.contract(mask=top_left))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which inputs show which mistakes
 #
-# Rows are planted mistakes, columns kinds of input. A white cell gives the right result: ordinary random scores do not
+# Rows are planted mistakes, columns kinds of input. In a ragged input the last tile hangs over the end of the keys, and what
+# lies there must be masked. A white cell gives the right result: ordinary random scores do not
 # show that the maximum is missing. A maximum that starts at 0 is seen in one column alone: if all scores of a row are
 # very negative, every exponential is rounded to 0.
 

@@ -20,7 +20,7 @@
 # ![Device memory with Q, K, V, O; shared memory with tiles; registers with 8 x 8 numbers of S and O.](../notebooks/figures/question_01.png)
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about 55 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after part 3.
+# - **Time:** about 65 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after part 3.
 # - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), three rungs.
 # - **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** [papers/flash_attention.md](../papers/flash_attention.md).
@@ -38,9 +38,8 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# A GPU consists of streaming multiprocessors (**SMs**). Threads are launched in **blocks**. A block stays on one SM, and
-# its threads share a piece of the SM's **shared memory**. Each thread computes with the numbers in its own
-# **registers**. Tensors lie in **device memory**, outside the chip.
+# A GPU consists of streaming multiprocessors (**SMs**). A **block** of threads stays on one SM, and shares a piece of the
+# SM's **shared memory**. Each thread computes in its own **registers**. Tensors lie in **device memory**, outside the chip.
 #
 # **Device memory is the first bottleneck.** Standard attention, notebook 00's matrix form, writes S and P there and reads
 # them again. FlashAttention computes a tile of S, uses it and discards it, on the chip. The faster the arithmetic, the
@@ -63,8 +62,8 @@ print(figures.memories(N=4096, d=64))
 #
 # $$l_{new} = \alpha\, l + \beta\, l_b \qquad O_{new} = \frac{\alpha\, l}{l_{new}}\, O + \frac{\beta}{l_{new}}\, P V_j$$
 #
-# is the attention over all keys so far. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys. $\alpha$
-# turns its m into $m_{new}$, and $\beta$ does so with the $m_b$ in $P V_j$.
+# is the attention over all keys so far. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys. Multiplying it by
+# $\alpha$ replaces m by $m_{new}$, and multiplying $P V_j$ by $\beta$ replaces $m_b$.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -93,8 +92,8 @@ def visits(multiply_by_l):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Query 5, over three tiles of two keys
 #
-# An easy mistake is to multiply the old O by $\alpha$ only, as in notebook 00, and not by l. Then the row ends at (6.35,
-# 1.01) instead of (6.83, 1.34). In the picture the keys seen so far are black.
+# An easy mistake is to multiply the old O by $\alpha$ only, and not by l. Then the row ends at (6.35, 1.01) instead of (6.83,
+# 1.34). In the picture the keys seen so far are black.
 
 # %% slideshow={"slide_type": "fragment"}
 print("l forgotten:", *(O for _, O in visits(multiply_by_l=False)))
@@ -110,9 +109,9 @@ figures.visits_of_O(V, visits(multiply_by_l=True))
 # `kernel[blocks, threads](arguments)`. `threadIdx` is a thread's number in its block, `blockIdx` the block's number, and
 # `cuda.grid(1)` the thread's number in the whole grid. A kernel may call functions marked `cuda.jit(device=True)`.
 #
-# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: it waits for all
-# threads of the block that have not returned, and they all have to come to this same barrier. `cuda.to_device` copies an
-# array to device memory.
+# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: all threads of the
+# block that are still running have to come to it before one goes on. `cuda.to_device` copies
+# an array to device memory.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -133,7 +132,7 @@ print(out.copy_to_host())
 #
 # Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show **races**,
 # where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is right all the
-# same. The stage's tests therefore also run the threads one after the other, first to last and last to first.
+# same. So the stage's tests also run the threads first to last, and last to first.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -189,11 +188,11 @@ figures.puzzles(index, guard, barrier, rows)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 0: Algorithm 1, line by line
 #
-# Here is the whole kernel for six tokens and tiles of 2 x 2: each thread computes one number of S. In brackets stand the
-# lines of the paper's Algorithm 1. Read the barriers first: the comments say what all threads have done there.
+# Here is the whole kernel for six tokens and tiles of 2 x 2: each thread computes one number of S. In brackets: lines of
+# the paper's Algorithm 1. Read the barriers first.
 #
-# A block handles one head. Q_i, K_j, V_j and S have to fit into 48 KiB of shared memory. At d = 64 tiles of 64 x 64 would
-# take $4\,(3 \cdot 64 \cdot 64 + 64 \cdot 64)$ bytes = 64 KiB.
+# A block handles one head. Q_i, K_j, V_j and S have to fit into 48 KiB of shared memory; O, l and m stay outside. At d = 64
+# tiles of 64 x 64 would take $4\,(3 \cdot 64 \cdot 64 + 64 \cdot 64)$ bytes = 64 KiB.
 
 # %% slideshow={"slide_type": "subslide"}
 N, d, Br, Bc = 6, 2, 2, 2
@@ -288,8 +287,9 @@ print(figures.traffic(N=1024, d=64))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
 #
-# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block: 16 heads keep
-# 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block: at N = 4096, 512 of 128 queries.
+# If the loop over key tiles is the outer one, two key tiles may not update one row of O at the same time. So a head stays in
+# one block: 16 heads keep 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block: at N = 4096
+# these are 512 blocks of 128 queries each.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.2: the same tile, with O not divided
@@ -411,23 +411,24 @@ print(figures.speeds())
 # ### What the rows say
 #
 # Patches in registers bring more than the order of the loops: from 1.7 to 20 TFLOP/s at d = 64.
-#
-# `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third. Stage 02 shows what is missing.
+# `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third. In the backward even standard
+# attention is: in float32 its traffic takes no longer than its arithmetic (part 1: 0.9 times). Tiles pay where arithmetic is
+# fast, as in stage 02.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Tiles save traffic to device memory, patches in registers save loads from shared memory.
+# - Tiles save traffic to device memory, patches loads from shared memory.
 # - FlashAttention-1 keeps O divided by l: after every visit it is the attention over the keys so far.
 # - Keys outside: one block a head, and O comes and goes. Queries outside: one block a query tile, and O is written once.
 # - The simulator checks indices and arithmetic, not races, types or speed.
 #
 # **Ask yourself**
 #
-# 1. A thread without a row skips a barrier, and waits at the next one. What happens?
+# 1. May a thread without a row skip a barrier, and wait at the next one?
 #    <details><summary>Answer</summary>
 #
-#    CUDA does not say. So a thread without a row skips the work, and never a barrier.
+#    No: all running threads have to come to the same one. It skips the work only.
 #    </details>
 # 2. What would be saved by storing O undivided between rung 0's visits? What would be lost?
 #    <details><summary>Answer</summary>

@@ -40,7 +40,8 @@ def soft_lookup(names, Q, K, V):
     right.plot(*path.T, color=INK, lw=1.2, label="O[5] as the scale grows from 0 to 8")
     right.plot(*V.mean(0), "s", color=INK, label="scale 0: the mean of all values")
     right.plot(*(P @ V), "X", color=OPERAND["O"], ms=10, label="scale 1/sqrt(2): O[5]")
-    right.set(xlim=(-1, 14), ylim=(-1, 7), title="values; a disc's area is the weight")
+    names_of_axes = dict(xlabel="first number of a value", ylabel="second number")
+    right.set(xlim=(-1, 14), ylim=(-1, 7), title="values; a disc's area is the weight", **names_of_axes)
     fig.legend(loc="outside lower center", ncols=3, fontsize=9)
     return fig
 
@@ -152,7 +153,7 @@ MISTAKES = {  # a mutant's name -> what it does
     "delta_missing": "delta left out",
 }  # fmt: skip
 INPUTS = {  # a case's name -> its column
-    "head_dim_64": "d = 64", "ragged": "d = 32", "ragged_causal": "causal", "fewer_queries_causal": "causal,\nNq < Nk",
+    "head_dim_64": "d = 64", "ragged": "d = 32,\nragged", "ragged_causal": "causal", "fewer_queries_causal": "causal,\nNq < Nk",
     "one_key": "one key", "scores_200": "scores\nof ±200", "falling": "scores\nthat fall",
     "negative_row": "scores\nnear -200",
 }  # fmt: skip
