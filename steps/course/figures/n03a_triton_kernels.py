@@ -5,6 +5,7 @@ import re
 import statistics
 import textwrap
 import warnings
+from pathlib import Path
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from steps.course.bench import rows
 from steps.course.figures.measured import H100, fresh, of_one_run
 from steps.course.figures.measured import speeds as speed_bars
 from steps.course.figures.picture import picture
+from steps.course.figures.planted import changed_lines
 from steps.course.figures.plots import visited_tiles
 from steps.course.figures.triton_compiler import compiled
 from steps.course.figures.triton_planted import planted
@@ -102,6 +104,20 @@ MISTAKES = {
     "columns not masked": ("D, tile.shape[1]), other", "tile.shape[1], tile.shape[1]), other"),
     "offsets in 32 bits": (".to(tl.int64)", ""),
 }
+
+
+def mistakes():
+    """Prints MISTAKES as diffs: the lines that each removes (-) and adds (+)."""
+    text = Path(fwd_0_fused.__file__).read_text()
+    for mistake, change in MISTAKES.items():
+        removed, added, *others = changed_lines(text, *change, width=200)
+        print(mistake)
+        for line in (removed, added):
+            print(textwrap.fill(line, 88, subsequent_indent=6 * " ", break_long_words=False))
+        if others:
+            print(f"  and {len(others) // 2} more such lines")
+
+
 CASES = "ragged", "fewer_queries_causal", "more_queries_causal", "head_dim_odd", "grouped_heads"
 
 
