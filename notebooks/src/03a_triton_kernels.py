@@ -40,7 +40,7 @@ print(steps.engine.describe())
 #
 # How much of a fast kernel's text is about the machine? A line is counted if it names threads, warps, barriers, copies,
 # shared memory or layouts; comments are left out. Speeds are shares of the speed of cuDNN, NVIDIA's library, on an H100
-# (D = 128, N = 16384, bfloat16, no mask). The first two kernels are stage 02's.
+# (D = 128, N = 16384, bfloat16, no mask).
 
 # %% slideshow={"slide_type": "fragment"}
 figures.text_and_speed()
@@ -202,9 +202,9 @@ for seen in (3, 6):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Which tiles are visited, and which need a mask
 #
-# A mask costs comparisons on every score, and most tiles need none. So the stage makes **two passes** over the keys: up
-# to `full` without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S.
-# The last query sees the last key.
+# A mask costs comparisons, and most tiles need none. So the stage makes **two passes** over the keys: up to `full`
+# without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S. The last query
+# sees the last key.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
@@ -330,14 +330,8 @@ check("03.3", online_update)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Five mistakes are planted in `fwd_0_fused.py`, one at a time:
-
-# %% slideshow={"slide_type": "fragment"}
-figures.mistakes()
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# Each meets five cases of the **contract**, which is what every stage promises. **Which mistake lives through all five?
-# Which dies only with grouped heads?**
+# Five mistakes are planted in `fwd_0_fused.py`, one at a time. Each meets five cases of the **contract**, which is what
+# every stage promises. **Which mistake lives through all five? Which dies only with grouped heads?**
 #
 # <details><summary>Answer</summary>
 #
@@ -346,7 +340,7 @@ figures.mistakes()
 # </details>
 #
 # A line names the case that fails, and the known mistake of `reference/mutants.py` that has the same results. "Beside the
-# tensor" means that a load outside of it was stopped.
+# tensor" means that a load outside of it was stopped. Below stands what was changed.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_cases()
@@ -400,7 +394,7 @@ figures.speeds("backward")
 # 3. In what do the stage's two calls of `visit_keys` differ?
 #    <details><summary>Answer</summary>
 #
-#    In the range of keys and in MASKED, a constexpr. It makes two loops; the first has no comparison.
+#    In the range of keys and in MASKED, a constexpr. The first has no comparison.
 #    </details>
 # 4. The interpreter leaves 8 in `count`. Why is that no proof?
 #    <details><summary>Answer</summary>

@@ -5,7 +5,6 @@ import re
 import statistics
 import textwrap
 import warnings
-from pathlib import Path
 
 import torch
 import triton
@@ -18,10 +17,9 @@ from steps.course.bench import rows
 from steps.course.figures.measured import H100, fresh, of_one_run
 from steps.course.figures.measured import speeds as speed_bars
 from steps.course.figures.picture import picture
-from steps.course.figures.planted import changed_lines
 from steps.course.figures.plots import visited_tiles
 from steps.course.figures.triton_compiler import compiled
-from steps.course.figures.triton_planted import planted
+from steps.course.figures.triton_planted import diff, planted
 from steps.course.workbook import show
 from steps.step03_triton import fwd_0_fused, memcheck
 
@@ -104,20 +102,6 @@ MISTAKES = {
     "columns not masked": ("D, tile.shape[1]), other", "tile.shape[1], tile.shape[1]), other"),
     "offsets in 32 bits": (".to(tl.int64)", ""),
 }
-
-
-def mistakes():
-    """Prints MISTAKES as diffs: the lines that each removes (-) and adds (+)."""
-    text = Path(fwd_0_fused.__file__).read_text()
-    for mistake, change in MISTAKES.items():
-        removed, added, *others = changed_lines(text, *change, width=200)
-        print(mistake)
-        for line in (removed, added):
-            print(textwrap.fill(line, 88, subsequent_indent=6 * " ", break_long_words=False))
-        if others:
-            print(f"  and {len(others) // 2} more such lines")
-
-
 CASES = "ragged", "fewer_queries_causal", "more_queries_causal", "head_dim_odd", "grouped_heads"
 
 
@@ -137,13 +121,15 @@ def seen_by(kernel, ready):
 
 
 def mistakes_against_cases():
-    """Prints which case of the contract sees which mistake that is planted in fwd_0_fused, and as what."""
+    """Prints mistakes that are planted in fwd_0_fused: which case of the contract sees each, as what, and its diff."""
     warnings.filterwarnings("ignore", message="All-NaN")  # numpy, where the interpreter meets the NaN we look for
     by_name = {case.name: case for case in cases.CASES}
     inputs = [cases.build(by_name[name], step03.SUPPORTS, torch.float32) for name in CASES]
     ready = [(x, x.expected()) for x in inputs]
     for mistake, change in ({"as it is": ("", "")} | MISTAKES).items():
         print(f"{mistake:22}", seen_by(planted("fwd_0_fused", "fwd_0_fused", *change), ready))
+        if mistake in MISTAKES:
+            print(diff("fwd_0_fused", *change))
 
 
 RUNGS = {
