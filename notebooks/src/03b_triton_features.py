@@ -164,14 +164,13 @@ for counter in ((0, 5, 0, 0), (1, 5, 0, 0), (0, 6, 0, 0)):
     print(counter, numbers.hex(" "), "".join(".x"[byte < t] for byte in numbers))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# Counted from the tile, keys 16 to 31 would repeat the first line, and the backward, whose tiles are others, would draw
+# Counted from the tile, keys 16 to 31 would repeat the first line, and the backward, with other tiles, would draw
 # another mask. Dropout comes **after** the sum l, since it is defined on the finished softmax.
 #
 # ### Packed sequences
 #
 # Sequences of unequal length lie behind each other in one tensor with B = 1. `cu_seqlens`, the cumulative sum of their
-# lengths, says where each begins; positions count from there. The grid is made for the longest, `max_seqlen`; surplus
-# programs return at once.
+# lengths, says where each begins; positions count from there. The grid is made for the longest, `max_seqlen`.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)
@@ -291,8 +290,7 @@ figures.mistakes_against_results()
 #
 # <details><summary>Answers</summary>
 #
-# 1. Dropout: Philox makes ten rounds of integer products. Then the mask, whose entries are loaded. The soft-cap adds
-#    few instructions, but one is a tanh.
+# 1. Dropout: Philox makes ten rounds of integer products. Then the mask, whose entries are loaded. The soft-cap adds a tanh.
 # 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. The backward was measured as 3.5,
 #    since two tiles of a row need a mask. The forward has 3.7 at head_dim 64 and 4.2 at 128, but there the window has
 #    a faster kernel than causal.
@@ -302,10 +300,10 @@ figures.mistakes_against_results()
 # The first picture divides the time with a feature by the time without any, or by that of what stands after the stroke.
 # `packed` are 8 sequences, and `padded` the same 8 as a batch (H100, bfloat16, N = 16384). In the forward, windows,
 # sinks and packed sequences have a faster kernel, in Gluon (pink; [03y](03y_deeper.ipynb), section 7). So sinks seem to
-# save time.
+# save time. The backward with sinks was measured in another run, which has no backward without them.
 #
 # The second compares with FlashAttention-4 and with torch's FlexAttention, which compiles a Python function of the
-# scores into a kernel. (No bar: not measured. `costs(64)` and `beside_peers(64)` show head_dim 64.)
+# scores into a kernel. (No bar: not measured. For head_dim 64: `costs(64)`, `beside_peers(64)`.)
 
 # %% slideshow={"slide_type": "fragment"}
 figures.costs()
@@ -393,7 +391,6 @@ for call, q, arguments in (  # attn_mask, dropout_p, is_causal
 # ## 8. Summary
 #
 # - One function, `scores`, for both directions. A mask is read by strides, never expanded.
-# - Positions decide which tiles are visited.
 # - Dropout is a function of seed, batch, head, query and key.
 # - out and lse stand for all their keys: parts of keys, sinks and splitting are one idea.
 #
