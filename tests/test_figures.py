@@ -18,6 +18,7 @@ from steps.course.figures import (
     n01_fa1_numba,
     n02d_hopper,
     n02x_deeper,
+    n03a_triton_kernels,
     n04a_ring,
     planted,
     plots,
@@ -180,6 +181,12 @@ def test_the_trace_is_drawn_as_long_as_the_ring_is_as_it_was(monkeypatch, capsys
 def test_a_rank_has_one_colour_in_all_figures():
     """simulate.py may be used without steps/course/figures, so that it has the colours once more."""
     assert simulate.RANK == tuple((colour, plots.ink_on(colour)) for colour in plots.RANK)
+
+
+def test_a_kernel_of_stage_03_has_one_colour_and_no_other_kernel_has_it():
+    kernels = [*n03a_triton_kernels.RUNGS["forward"], *n03a_triton_kernels.RUNGS["backward"]]
+    colours = {(kernel.split("_", 2)[2], plots.colour_of(kernel)) for kernel in kernels}
+    assert len(colours) == len(dict(colours)) == len({colour for _, colour in colours}) == 4
 
 
 def test_mistakes_of_04a_are_seen_where_its_answer_says():

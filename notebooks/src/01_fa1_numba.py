@@ -132,7 +132,7 @@ print(out.copy_to_host())
 #
 # Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show **races**,
 # where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is right all the
-# same. So the stage's tests also run the threads first to last, and last to first.
+# same. So the tests also run the threads in order, and in reverse.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit

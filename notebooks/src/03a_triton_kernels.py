@@ -20,38 +20,39 @@
 # Triton, the place of a number in CUDA C++ alone.](../notebooks/figures/question_03a.png)
 #
 # - **Before you start:** notebook 00 (tiles, online softmax, lse, delta); what a block and shared memory are. Linux.
-# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 55 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md),
 #   [figures](../steps/course/figures/n03a_triton_kernels.py).
 # - **Tests:** `pytest tests/test_step03_triton.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
-import torch, triton  # noqa: E401
+import torch, triton
 import triton.language as tl
 from reference import attention
 from steps.course.figures import measured, n03a_triton_kernels as figures
 from steps.step03_triton import backward, forward, fwd_0_fused
-from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.workbook import Blank, check, hint, show, solution
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# How much of a fast kernel's text is about the machine, that is, about threads, barriers and copies? Speeds are shares
-# of cuDNN's, NVIDIA's library, on an H100 (D = 128, N = 16384, bfloat16, no mask). The first two kernels are stage 02's.
+# How much of a fast kernel's text is about the machine? A line is counted if it names threads, warps, barriers, copies,
+# shared memory or layouts; comments are left out. Speeds are shares of the speed of cuDNN, NVIDIA's library, on an H100
+# (D = 128, N = 16384, bfloat16, no mask).
 
 # %% slideshow={"slide_type": "fragment"}
 figures.text_and_speed()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # The short Triton kernel beats 209 lines of CUDA C++. The last quarter of the speed needs much text again, also in
-# Gluon, the layer below.
+# Gluon, the language below Triton.
 #
 # ## 2. The idea: programs instead of threads
 #
-# A CUDA block becomes a **program** without threads. You say what is done to *tiles*: `tl.arange(0, 4)` is a tile of
-# four numbers, `x + tl.arange(0, 4)` a tile of four pointers. The compiler decides which thread holds which number.
+# A CUDA block becomes a **program** without threads, which works on *tiles*: `tl.arange(0, 4)` is a tile of four numbers,
+# `x + tl.arange(0, 4)` a tile of four pointers. The compiler decides which thread holds which number.
 #
 # The launch `add[(2,)](...)` starts a **grid** of two programs, and `tl.program_id(0)` tells each which one it is. A
 # `tl.constexpr` argument is known to the compiler, which makes a kernel for each of its values. The size of a tile is
@@ -73,7 +74,7 @@ for masked in (False, True):
     print("masked", masked, memory[:6].tolist(), "its neighbours", memory[6:].tolist())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# Without a mask the neighbours became 16 and 17, and nobody complained. What was `if (i < N)` in CUDA is a **mask**.
+# Without a mask the neighbours became 16 and 17, and no error was raised. What was `if (i < N)` in CUDA is a **mask**.
 # `other` is what a masked load yields: 0 before a sum, -inf before a maximum.
 #
 # ### What the interpreter shows, and what it hides
@@ -104,8 +105,8 @@ figures.interpreted_and_compiled(odd_tile, count, largest)
 # The interpreter refuses one, the compiler (for an H100) two. All numbers of x are -1, and eight programs ran.
 #
 # - `odd_tile`: take a tile of 64, and a mask.
-# - `count`: nobody complains, but reading, adding and writing are three steps, and not one **atomic** step. On a GPU all
-#   eight programs may read 0, and leave 1.
+# - `count`: reading, adding and writing are three steps, and not one **atomic** step. On a GPU all eight programs may
+#   read 0, and leave 1.
 # - `largest`: m begins as an integer and becomes a float. Begin with `float("-inf")`; the 0 is wrong, too.
 #
 # ## 3. From algorithm to code
@@ -121,15 +122,20 @@ figures.interpreted_and_compiled(odd_tile, count, largest)
 # | [9–10] | m, l and O take in the tile | `online_update` |
 # | [12–15] | out = O / l, lse = scale · m + log l | two `tl.store` |
 #
-# GPUs compute powers of 2: with c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m). So S and its maximum m
-# stay *unscaled*. You will write `mask` and `online_update` in part 5.
+# GPUs have an instruction for 2ˣ and none for eˣ. With c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m). So
+# the kernel never scales S: it holds the bare products Q_i K_jᵀ, and m is the largest of these. Only lse has the scale
+# in it, and is a natural logarithm.
+#
+# In this stage S are scores and N tokens. (In stage 04 S is the sequence's length, and N counts ranks.) You will write
+# `mask` and `online_update` in part 5.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A whole forward
 #
 # The launch stands at the end of the cell. The grid has a program for each tile of queries and each head; `group` query
 # heads share a key head. The **strides** are the tensors' own, so a transposed view needs no copy. Two arguments are
-# the compiler's: how many warps share a program, and how early tiles are copied (`num_stages`).
+# for the compiler: a program has `num_warps` warps, and with `num_stages=2` the next tiles of K and V are copied while
+# it computes with these.
 #
 # It is tried with 70 queries and 50 keys, which fill no tile, then with notebook 00's six tokens, D filled up with zeros.
 # Row 5 ends at (6.83, 1.34), as there.
@@ -139,7 +145,7 @@ figures.interpreted_and_compiled(odd_tile, count, largest)
 def attention_kernel(
     q, k, v, out, lse, q_strides, k_strides, H, group, Nq, Nk, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr,
-):  # fmt: skip
+):
     i, bh = tl.program_id(0) * Br, tl.program_id(1)  # the first query; batch entry and head
     b, h = bh // H, bh % H
     row, column = i + tl.arange(0, Br)[:, None], tl.arange(0, D)[None, :]
@@ -170,7 +176,7 @@ def attend(q, k, v, causal=False, Br=16, Bc=16):
     attention_kernel[triton.cdiv(Nq, Br), B * H](
         q, k, v, out, lse, q.stride(), k.stride(), H, H // Hk, Nq, Nk, D**-0.5,
         CAUSAL=causal, D=D, Br=Br, Bc=Bc, num_warps=4, num_stages=2,
-    )  # fmt: skip
+    )
     return out, lse
 
 # %% slideshow={"slide_type": "subslide"}
@@ -196,9 +202,9 @@ for seen in (3, 6):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Which tiles are visited, and which need a mask
 #
-# A mask costs comparisons on every score, and most tiles need none. So the stage makes **two passes** over the keys: up
-# to `full` without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S, and
-# a dot is a pair that is seen. The last query sees the last key.
+# A mask costs comparisons, and most tiles need none. So the stage makes **two passes** over the keys: up to `full`
+# without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S. The last query
+# sees the last key.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
@@ -211,9 +217,8 @@ figures.tiles_visited()
 # since row 2²⁵ of 64 numbers begins at element 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns.
 #
 # **Autotuning** times a kernel with several tiles, warps and stages, and keeps the fastest. `triton.autotune` does so in
-# the program that calls, whenever sizes are new: the first call is slow, and since another Bc adds in another order, its
-# choice changes the last bits of the result. Here it was done once: the tables `TILES` have what was fastest on an H200,
-# and `python -m steps.course.bench.tune` times a row's neighbours on your GPU.
+# a call with new sizes. That call is slow, and another Bc changes the last bits of the result. So here the tables
+# `TILES` hold what was fastest on an H200; `python -m steps.course.bench.tune` looks for better ones on your GPU.
 
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/fwd_0_fused", "key_ranges", "forward_kernel")
@@ -230,17 +235,17 @@ figures.instructions()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Descriptors: a box instead of pointers
 #
-# The stage's files are rungs of a ladder: each adds an idea. In `fwd_1_tma.py` a **descriptor** says once where a tensor
-# lies and how large a tile is. Then one thread asks Hopper's copy engine, the Tensor Memory Accelerator (TMA), for the
-# tile at some row. Rows beyond the tensor come as zeros. Where address or strides are no multiples of 16 bytes, the
-# `else` below loads by pointers.
+# The stage's files are rungs of a ladder: each adds an idea. In `fwd_1_tma.py` a **tensor descriptor** says once where a
+# tensor lies and how large a tile is. (`wgmma`'s descriptors in stage 02 are something else.) Then one thread asks
+# Hopper's copy engine, the Tensor Memory Accelerator (TMA), for the tile at some row. Rows beyond the tensor come as
+# zeros. Where address or strides are no multiples of 16 bytes, the `else` below loads by pointers.
 #
 # In two more rungs some warps multiply while others compute exponentials: `roles` by an argument to the compiler,
-# `gluon` in Gluon; see [03x](03x_deeper.ipynb) and [03y](03y_deeper.ipynb). (`fa4` is FlashAttention-4.)
+# `gluon` in Gluon; see [03x](03x_deeper.ipynb) and [03y](03y_deeper.ipynb).
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "fwd_3_gluon"):
-    print(measured.rung(kernel, gpu=measured.H100))
+    print(measured.rung(kernel, gpu=measured.H100, peer="sdpa-cudnn"))
 show("fwd_1_tma", "load_tile")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -273,13 +278,12 @@ print("rung fused, twice: the same bits", torch.equal(*runs))
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("bwd_0_fused", "bwd_1_tma", "bwd_2_gluon"):
-    print(measured.rung(kernel, gpu=measured.H100))
+    print(measured.rung(kernel, gpu=measured.H100, peer="sdpa-cudnn"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank`. `check` runs cases and names what fails; `hint("03.1")` to `hint("03.1", 3)`
-# help.
+# Write the body in place of `raise Blank`. `check` names what fails; `hint("03.1")` to `hint("03.1", 3)` help.
 #
 # **Exercise 03.1: the scores that are hidden**, where there is no key or, if CAUSAL, it stands after the query.
 
@@ -292,26 +296,28 @@ def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constex
 check("03.1", mask)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 03.2: P and dS of one tile.** The keys' kernel calls it with all transposed, so `lse_2`, `delta`, `query`
-# and `key` (positions) come as a column or a row that matches S. S is not scaled. `scale_log2` is scale · log2(e),
-# `lse_2` lse · log2(e), or +inf for a query that sees no key.
-#
-# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` gives two numbers for each row, f and
-# f · m, so that P = 2^(f S - f m). PRECISION is `tl.dot`'s `input_precision`. P must have the dtype of V_j (Bc, D). In a
-# row that has seen no key m is -inf.
-#
-# **Bug hunt 03.bug1:** every second half tile is wrong. `python -m steps check 03.bug1` tells the rest.
+# **Exercise 03.2: P and dS of one tile.** `dkdv_kernel` calls it with Sᵀ and dPᵀ. You need not transpose: `lse_2`,
+# `delta`, `query` and `key` (positions) come as a column or a row that fits. S is not scaled, `scale_log2` is c of part
+# 3, and `lse_2` is lse · log2(e), or +inf for a query that sees no key.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def tile_gradients(
     S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr
-):  # fmt: skip
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):
     """(P, dS) of one tile, from S and dP, the gradient of P; also with all transposed."""
     raise Blank
 
 check("03.2", tile_gradients)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 03.3: one tile of keys, in base 2.** P = 2^(f S - f m), and `factor_and_shift(m, scale_log2)` gives f and f m
+# of each row. Mostly f is c. But c m is rounded, and for scores of 10¹¹ that error alone would make P infinite. So from
+# c m = 2²⁶ on f is a power of two: then f m is exact ([03x](03x_deeper.ipynb), section 2).
+#
+# In a row that has seen no key m is -inf. `tl.dot` wants P in the dtype of V_j (Bc, D), and PRECISION as
+# `input_precision`.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -324,31 +330,36 @@ check("03.3", online_update)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Five mistakes are planted in `fwd_0_fused.py`, one at a time, and meet five of the cases that every stage must pass.
-# **Which mistake lives through all? Which dies only with grouped heads?**
+# Five mistakes are planted in `fwd_0_fused.py`, one at a time. Each meets five cases of the **contract**, which is what
+# every stage promises. **Which mistake lives through all five? Which dies only with grouped heads?**
 #
 # <details><summary>Answer</summary>
 #
-# Offsets in 32 bits live: it takes 2³¹ elements to see them. `h % Hk` dies only with grouped heads. The words in quotes
-# name a known misconception with the same result.
+# Offsets in 32 bits live: it takes 2³¹ elements to see them. `h % Hk` dies only with grouped heads.
 #
 # </details>
+#
+# A line names the case that fails, and the known mistake of `reference/mutants.py` that has the same results. "Beside the
+# tensor" means that a load outside of it was stopped. Below stands what was changed.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_cases()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
+# **Bug hunt 03.bug1:** every second half tile is wrong. `python -m steps check 03.bug1` tells the rest.
+#
 # ## 7. Predict, then measure
 #
 # **Question 1.** Which of the four forwards loses most by a causal mask?
 #
-# **Question 2.** Five products count as the backward's work. With their seven, which share of a plain matrix product's
-# speed can `fused` and `tma` show at most? Who may show more?
+# **Question 2.** A backward's TFLOP/s are counted as if it made five products for each pair of tiles. The kernels `fused`
+# and `tma` make seven. Suppose they ran as fast as a plain matrix product: which share of its speed would their bars
+# show? Whose bars may be higher?
 #
 # <details><summary>Answers</summary>
 #
 # 1. `roles`. The compiler divides a program's warps only if there is one loop, and a mask needs a second one.
-# 2. 5/7 of it, which is printed above the bars. FlashAttention-4 and `gluon` may show more.
+# 2. 5/7 of it, which is printed above the bars. Kernels with five products may be higher: `gluon`, FlashAttention-4.
 #
 # </details>
 
@@ -359,9 +370,8 @@ figures.speeds("forward")
 figures.speeds("backward")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# **Where it stands** on an H100 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 1.08 to 1.20 of cuDNN's
-# speed and 0.97 to 1.03 of FlashAttention-4's; at D = 64 it has 1.08 to 1.18 and 0.96 to 1.00. Backward: `gluon` has
-# 1.07 to 1.18 and 0.89 to 0.93.
+# **Where it stands** on an H100 from N = 4096 on: `gluon` is faster than cuDNN in both passes. Of FlashAttention-4's speed
+# it has 0.96 to 1.03 in the forward, and 0.89 to 0.93 in the backward.
 #
 # ## 8. Summary
 #
@@ -376,7 +386,7 @@ figures.speeds("backward")
 #
 #    `mask` sets those scores to -inf. The 0 keeps what lies beside the tensor out of the product.
 #    </details>
-# 2. What does `full // Bc * Bc` do at a ragged end when there is no causal mask?
+# 2. What does `full // Bc * Bc`, at the end of `key_ranges`, do at a ragged end when there is no causal mask?
 #    <details><summary>Answer</summary>
 #
 #    It rounds Nk down to whole tiles. The ragged tile is left to the second pass, which has the mask.
@@ -384,7 +394,7 @@ figures.speeds("backward")
 # 3. In what do the stage's two calls of `visit_keys` differ?
 #    <details><summary>Answer</summary>
 #
-#    In the range of keys and in MASKED, a constexpr. It makes two loops; the first has no comparison.
+#    In the range of keys and in MASKED, a constexpr. The first has no comparison.
 #    </details>
 # 4. The interpreter leaves 8 in `count`. Why is that no proof?
 #    <details><summary>Answer</summary>

@@ -20,19 +20,19 @@
 # ![Queries against keys: a window is a band, packed sequences are triangles, decoding is one row.](../notebooks/figures/question_03b.png)
 #
 # - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta. Linux.
-# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 55 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md): `features/`, with `flash*.py`, `scores.py`, `decode.py`;
 #   [figures](../steps/course/figures/n03b_triton_features.py).
 # - **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
-import math, torch, triton  # noqa: E401
+import math, torch, triton
 import triton.language as tl
 from reference import attention, philox
 from steps import step03_triton as step03
 from steps.course.figures import n03b_triton_features as figures
-from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
+from steps.course.workbook import Blank, check, hint, show, solution
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -53,14 +53,15 @@ print(steps.engine.describe())
 # | one query, many keys | every model that writes text |
 #
 # May any of these be a tensor of the size of S? On an H200 a causal call with both passes was measured, with H = 16,
-# N = 65536 and D = 128:
+# N = 65536 and D = 128. `sdpa-cudnn` is a **peer**, another implementation on the same inputs: cuDNN, by torch's
+# `scaled_dot_product_attention` (SDPA).
 
 # %% slideshow={"slide_type": "fragment"}
 figures.memory()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# So a mask must never be expanded to all heads, dropout must not be stored, and what follows from positions alone should
-# not be a mask at all.
+# So a mask must never be expanded to all heads, and dropout must not be stored. A window is no tensor at all: whether it
+# hides a key can be computed from two positions.
 #
 # ## 2. The idea: one function of the scores, for both directions
 #
@@ -76,8 +77,8 @@ figures.memory()
 #
 # The mask is added after the scale, so its gradient is dS itself, summed over whatever the mask was broadcast to.
 #
-# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0. Whoever writes the
-# scores twice, once for each direction, may forget a part in the backward. Two such mistakes come first.
+# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0. In each of
+# the two mistakes that come first, the backward forgets a part of the scores.
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -126,8 +127,9 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 # `flash_kernels.py` is 03a's rung `tma` with calls of `scores.py`, the same in both directions: `tile_ranges` says
 # which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
 #
-# In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. c is 03a's
-# scale · log2(e), `seq.shift` is Nk - Nq, and 03x explains `MASK_FLOOR`.
+# In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. `f.policy`
+# holds what the launcher chose, such as a fast tanh for 16-bit tensors. c is 03a's scale · log2(e), and `seq.shift` is
+# Nk - Nq. An entry of the mask below `MASK_FLOOR`, -2¹⁰¹, counts as that number ([03x](03x_deeper.ipynb), section 3).
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/features/scores", "scores")
@@ -145,14 +147,14 @@ figures.windows()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A mask is read by its strides
 #
-# A padding mask (8, 1, 1, 24), expanded to (8, 4, 24, 24), has the strides (24, 0, 0, 1): 0 where it was broadcast. That
-# takes no memory, and is all that a kernel needs.
+# A padding mask (8, 1, 1, 24), expanded to (8, 4, 24, 24), has the strides (24, 0, 0, 1): 0 where it was broadcast.
+# That takes no memory.
 #
 # ### Dropout without memory: Philox
 #
-# The backward must drop what the forward dropped, in tiles of another shape, and nothing may be stored. **Philox** has
-# no state: it turns a *counter* of four numbers and a seed into sixteen random bytes. Here the counter is (key div 16,
-# query, head, batch), and each byte decides for one key: keep (x) where it is less than t = round(256 (1 - p)).
+# The backward must drop what the forward dropped, in tiles of another shape. **Philox** has no state: it turns a *counter*
+# of four numbers and a seed into sixteen random bytes. Here the counter is (key div 16, query, head, batch), and each
+# byte decides for one key: keep (x) where it is less than t = round(256 (1 - p)).
 
 # %% slideshow={"slide_type": "fragment"}
 seed, p, t = 7, 0.3, philox.threshold(0.3)
@@ -162,15 +164,13 @@ for counter in ((0, 5, 0, 0), (1, 5, 0, 0), (0, 6, 0, 0)):
     print(counter, numbers.hex(" "), "".join(".x"[byte < t] for byte in numbers))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# Counted from the tile, keys 16 to 31 would repeat the first line, and the backward, whose tiles are others, would draw
+# Counted from the tile, keys 16 to 31 would repeat the first line, and the backward, with other tiles, would draw
 # another mask. Dropout comes **after** the sum l, since it is defined on the finished softmax.
 #
 # ### Packed sequences
 #
 # Sequences of unequal length lie behind each other in one tensor with B = 1. `cu_seqlens`, the cumulative sum of their
-# lengths, says where each begins; positions count from there. The grid is made for the longest, `max_seqlen`; surplus
-# programs return at once. On Hopper `flash_gluon.py` has roles for them and for windows; see
-# [03y](03y_deeper.ipynb), section 7.
+# lengths, says where each begins; positions count from there. The grid is made for the longest, `max_seqlen`.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)
@@ -206,9 +206,11 @@ for first, end in ((0, 5), (5, 16), (16, 24)):
 # ### Decoding with a KV cache
 #
 # To write a token, each head has one query and reads all of its K and V. In `decode.py` the query heads that share a key
-# head are *one* tile (of 16 rows at least, which a tensor core wants), so K and V are read once. The keys are **split**
-# over the multiprocessors, and a second kernel **merges** the parts, each with the weight exp(lse of the part - lse of
-# all). Where the key heads of all sequences are many, each is one part, and nothing is merged.
+# head are *one* tile (of 16 rows at least, which a tensor core wants), so K and V are read once. Reading them is what
+# takes the time, so that empty rows of the tile cost nothing.
+#
+# The keys are **split** over the multiprocessors, and a second kernel **merges** the parts, each with the weight
+# exp(lse of the part - lse of all). With many sequences there is work for all without that.
 #
 # The cache is allocated once, and `lengths_k` says how much of it each sequence has filled.
 
@@ -227,14 +229,8 @@ print(f"8 tokens one by one: {away:.0e} from all at once")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Write it yourself
 #
-# - **03.4, the tiles that a sliding window visits.** The last query stands at the last key. Tiles begin ... whole - 1
-#   and full ... end - 1 need a mask, those between them do not. No other is visited.
-# - **03.5, the same dropout mask from every tile.** `tl.philox(seed, c0, c1, c2, c3)` gives the four words of each
-#   counter. row and column count from i and j, as (Br, 1) and (1, Bc) or, if transposed, the other way.
-# - **03.6, the gradient of a mask that many heads share**: `python -m steps check 03.6` writes its file.
-# - **03.7, one result from many parts of the keys.** A part without a key has out_s = 0 and lse_s = -inf.
-#
-# **Bug hunt 03.bug2:** dropout is right on average, and training fails: `python -m steps check 03.bug2`.
+# **Exercise 03.4: the tiles that a sliding window visits.** The last query stands at the last key. Visit the tiles from
+# `begin` on and before `whole` with a mask, then those before `full` without one, then those before `end` with one.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -244,6 +240,11 @@ def window_tiles(i, left, right, Nq, Nk, Br: tl.constexpr, Bc: tl.constexpr):
 
 check("03.4", window_tiles)
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 03.5: the same dropout mask from every tile.** `tl.philox(seed, c0, c1, c2, c3)` gives the four words of each
+# counter. `row` and `column` count from i and j. Their shapes are (Br, 1) and (1, Bc), or (1, Br) and (Bc, 1) if the
+# tile is transposed.
+
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def kept(seed, i, j, row, column, head, batch, threshold):
@@ -251,6 +252,9 @@ def kept(seed, i, j, row, column, head, batch, threshold):
     raise Blank
 
 check("03.5", kept)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 03.7: one result from many parts of the keys.** A part without a key has out_s = 0 and lse_s = -inf.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -261,18 +265,22 @@ def merge_parts(out_s, lse_s):
 check("03.7", merge_parts)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
+# **Exercise 03.6: the gradient of a mask that many heads share** has no cell, since it calls other functions of its file.
+# `python -m steps check 03.6` writes that file.
+#
+# **Bug hunt 03.bug2:** dropout is right on average, and training fails: `python -m steps check 03.bug2`.
+#
 # ## 5. Check it, then break it
 #
-# Six mistakes are planted, one at a time, and one of them meets two masks. **Which mistake does only lse see? Which
-# mask hides one?**
+# Six mistakes are planted, one at a time. A line says which results are wrong, and below stands what was changed. The
+# transposed mask is tried twice: with random numbers, and with a symmetric mask. **Which mistake shows in lse alone?**
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_results()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The derivative and the scale of dP are seen by dq and dk alone, so a test of the forward passes. ALiBi of the key
-# alone adds one number to a whole row: the softmax removes it, lse does not. A symmetric mask cannot show a
-# transposition.
+# The derivative and the scale of dP show in dq and dk alone, so a test of the forward passes. ALiBi of the key alone
+# adds one number to a whole row: the softmax removes it, lse does not. A symmetric mask cannot show a transposition.
 #
 # ## 6. Predict, then measure
 #
@@ -280,32 +288,40 @@ figures.mistakes_against_results()
 #
 # **Question 2.** A window of N/8 to the left: at most how many times faster than causal attention?
 #
-# **Question 3.** Which limit does decoding meet, with a cache of 32k keys?
-#
 # <details><summary>Answers</summary>
 #
-# 1. Dropout: Philox makes ten rounds of integer products, and its bytes are taken apart. Then the mask, whose entries
-#    are loaded. The soft-cap adds few instructions, but one is a tanh. `figures.costs(64)` shows head_dim 64.
+# 1. Dropout: Philox makes ten rounds of integer products. Then the mask, whose entries are loaded. The soft-cap adds a tanh.
 # 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. The backward was measured as 3.5,
-#    since two tiles of a row need a mask. The forward has 3.7 at head_dim 64 and 4.2 at 128: windows, packed
-#    sequences and sinks have one with roles (`flash_gluon.py`), while causal in this table is `flash.py`'s.
-# 3. Memory: each number of K and V serves only the few queries that share it. A copy of as many bytes takes as long.
+#    since two tiles of a row need a mask. The forward has 3.7 at head_dim 64 and 4.2 at 128, but there the window has
+#    a faster kernel than causal.
 #
 # </details>
 #
-# The table shows the time with a feature by the time without it, and our speed as a share of FlashAttention-4's (fa4)
-# and of FlexAttention's (flex; see [03x](03x_deeper.ipynb)). H100, bfloat16, N = 16384, or 8 packed sequences of 2048.
+# The first picture divides the time with a feature by the time without any, or by that of what stands after the stroke.
+# `packed` are 8 sequences, and `padded` the same 8 as a batch (H100, bfloat16, N = 16384). In the forward, windows,
+# sinks and packed sequences have a faster kernel, in Gluon (pink; [03y](03y_deeper.ipynb), section 7). So sinks seem to
+# save time. The backward with sinks was measured in another run, which has no backward without them.
+#
+# The second compares with FlashAttention-4 and with torch's FlexAttention, which compiles a Python function of the
+# scores into a kernel. (No bar: not measured. For head_dim 64: `costs(64)`, `beside_peers(64)`.)
 
 # %% slideshow={"slide_type": "fragment"}
 figures.costs()
 
-# %% slideshow={"slide_type": "subslide"}
+# %% slideshow={"slide_type": "fragment"}
+figures.beside_peers()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# FlashAttention-4 is faster without a soft-cap, except in the forward of packed sequences at head_dim 128. With one it is
+# slower, except in the backward at head_dim 128 if there is also a window: there it is faster by 6 %.
+#
+# In decoding each number of K and V serves few queries, and memory is the limit: a copy of as many bytes takes as long.
+
+# %% slideshow={"slide_type": "fragment"}
 figures.decoding()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, except in the forward of packed
-# sequences at head_dim 128. There it is also faster by 6 % in the backward with a soft-cap and a window. On this H100
-# decoding is as fast as cuDNN's, within 1 %.
+# Decoding is as fast as cuDNN's, within 1 %.
 #
 # ## 7. In your training loop
 #
@@ -353,11 +369,9 @@ for step in range(5):
 # Within `step03.use_in_sdpa()` torch's own `scaled_dot_product_attention` computes with these kernels. In transformers
 # `register_with_transformers()` gives a name for `attn_implementation=`.
 #
-# **At which level is an operation replaced?** One needs its *symbol*, as the program calls it, a *replacement*, and a
-# **checker**, which says for each call whether the replacement computes it. Lightning Thunder calls such a set an
-# **executor**, and asks one executor's checker after the other. Here the symbol is
-# `aten::scaled_dot_product_attention`, the checker is `takes` in `models.py`, and torch is next. One level lower torch
-# has already chosen a kernel, and those for flash attention have no mask. One level higher, each model would be edited.
+# **At which level is an operation replaced?** Here torch's operator is: a **checker** (`takes` in `models.py`) says for
+# each call whether these kernels compute it, else torch does. Lightning Thunder calls kernels with their checker an
+# **executor**. One level lower torch has already chosen a kernel; one level higher each model would be edited.
 #
 # **Which of these calls does the checker refuse?**
 
@@ -377,7 +391,6 @@ for call, q, arguments in (  # attn_mask, dropout_p, is_causal
 # ## 8. Summary
 #
 # - One function, `scores`, for both directions. A mask is read by strides, never expanded.
-# - Positions decide which tiles are visited.
 # - Dropout is a function of seed, batch, head, query and key.
 # - out and lse stand for all their keys: parts of keys, sinks and splitting are one idea.
 #

@@ -19,7 +19,7 @@ from steps.course.figures.measured import speeds as speed_bars
 from steps.course.figures.picture import picture
 from steps.course.figures.plots import visited_tiles
 from steps.course.figures.triton_compiler import compiled
-from steps.course.figures.triton_planted import planted
+from steps.course.figures.triton_planted import diff, planted
 from steps.course.workbook import show
 from steps.step03_triton import fwd_0_fused, memcheck
 
@@ -121,13 +121,15 @@ def seen_by(kernel, ready):
 
 
 def mistakes_against_cases():
-    """Prints which case of the contract sees which mistake that is planted in fwd_0_fused, and as what."""
+    """Prints mistakes that are planted in fwd_0_fused: which case of the contract sees each, as what, and its diff."""
     warnings.filterwarnings("ignore", message="All-NaN")  # numpy, where the interpreter meets the NaN we look for
     by_name = {case.name: case for case in cases.CASES}
     inputs = [cases.build(by_name[name], step03.SUPPORTS, torch.float32) for name in CASES]
     ready = [(x, x.expected()) for x in inputs]
     for mistake, change in ({"as it is": ("", "")} | MISTAKES).items():
         print(f"{mistake:22}", seen_by(planted("fwd_0_fused", "fwd_0_fused", *change), ready))
+        if mistake in MISTAKES:
+            print(diff("fwd_0_fused", *change))
 
 
 RUNGS = {

@@ -3,14 +3,15 @@
 import torch
 import triton
 import triton.language as tl
+from matplotlib.patches import Patch
 
 from reference import attention, error, philox
 from steps import engine
 from steps.course.bench import cost
 from steps.course.figures.measured import H100, H200, fresh
 from steps.course.figures.picture import picture
-from steps.course.figures.plots import table, visited_tiles
-from steps.course.figures.triton_planted import planted
+from steps.course.figures.plots import COLOURS, GREYS, INK, PEERS, colour_of, ink_on, subplots, table, visited_tiles
+from steps.course.figures.triton_planted import diff, planted
 from steps.step03_triton.features import flash, scores
 
 torch.set_num_threads(1)  # Small tensors are faster on one thread.
@@ -72,7 +73,7 @@ MISTAKES = {  # the setting in which they are run, the file, and the change
 
 
 def mistakes_against_results():
-    """Prints which result of the forward and backward sees which mistake that is planted in flash.py's files."""
+    """Prints mistakes that are planted in flash.py's files: which results of both passes show each, and its diff."""
     torch.manual_seed(1)
     q, k, v, dout = torch.randn(4, 1, 1, 32, 16).to(engine.device)
     mask, away = torch.randn(32, 32).to(q), (torch.arange(32)[:, None] - torch.arange(32)).abs().to(q)
@@ -93,13 +94,18 @@ def mistakes_against_results():
         return {result: e / want.tolerance[result] for result, e in errors.items()}
 
     worst = max(max(shares(flash, name).values()) for name in settings)
+    told = []
     print(f"as they are, the kernels' largest error is {worst:.2f} of its tolerance")
     for mistake, (name, *change) in MISTAKES.items():
         seen = [result for result, share in shares(planted("flash", *change), name).items() if share > 1]
         print(f"{mistake:28} {', '.join(seen) or 'lives'}")
+        if change not in told:
+            print(diff(*change))
+            told.append(change)
 
 
 BASES = dict.fromkeys(("causal", "additive mask", "boolean mask", "ALiBi", "soft-cap", "sinks", "dropout"), "none")
+PASSES = {"fwd": "forward", "bwd": "backward"}
 BASES |= {"window": "causal", "soft-cap + window": "causal", "packed": "padded"}  # packed: the same work as a batch
 
 
@@ -110,27 +116,102 @@ def milliseconds(D, which):
     return {(r["options"]["feature"], r["peer"] or "ours"): r["ms_median"] for r in found if r["run"] == last}
 
 
+def last_of(feature, D, which, *others):
+    """{"ours" or a peer: row} of a feature, of the last run on an H100 that measured it with all others; or {}."""
+    runs = {}
+    for row in of_feature(feature, gpu=H100):
+        if (row["D"], row["pass"]) == (D, which) and row["N"] > 1024:
+            runs.setdefault(row["run"], {})[row["peer"] or "ours"] = row
+    complete = [runs[run] for run in sorted(runs) if {"ours", *others} <= runs[run].keys()]
+    return complete[-1] if complete else {}
+
+
+def finish(ax, names, **axes):
+    """Adds the names of features beside bars, a number to each bar, and a line at 1, which runs through no number."""
+    for bars in ax.containers:
+        plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        ax.bar_label(bars, fmt="%.2f", padding=3, fontsize=9, bbox=plain)
+    ax.axvline(1, color=INK, lw=1)
+    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6), **axes)
+    ax.grid(axis="y", visible=False)
+
+
+KERNELS = {"flash": colour_of("fwd_1_tma"), "flash_gluon": colour_of("fwd_3_gluon")}  # built like these rungs
+
+
 def costs(D=128):
-    """Prints what each feature costs on an H100, and our speed as a share of that of two peers, in both passes."""
-    lines = [[f"D = {D}"], *([name if base == "none" else f"{name}, to {base}"] for name, base in BASES.items())]
-    for which, name in (("fwd", "forward"), ("bwd", "backward")):
-        ms = milliseconds(D, which)
-        lines[0] += [name, "of fa4", "of flex"]
-        for line, (name, base) in zip(lines[1:], BASES.items(), strict=True):
-            pairs = ((name, "ours"), (base, "ours")), *(((name, who), (name, "ours")) for who in ("fa4", "flex"))
-            line += [f"{ms[a] / ms[b]:.2f}" if {a, b} <= ms.keys() else "–" for a, b in pairs]
-    print(table(*lines))
+    """What each feature costs on an H100 as bars, in both passes: the time with it by the time without."""
+    names = [name if base == "none" else f"{name} / {base}" for name, base in BASES.items()]
+    fig, axes = subplots(1, 2, figsize=(8.4, 4.2), sharey=True)
+    told = []
+    for ax, (which, word) in zip(axes, PASSES.items(), strict=True):
+        ms, panel = milliseconds(D, which), []
+        for place, (name, base) in enumerate(BASES.items()):
+            if not {(name, "ours"), (base, "ours")} <= ms.keys():
+                ax.text(0.04, place, "no run has both", va="center", fontsize=9)
+                continue
+            times = ms[name, "ours"] / ms[base, "ours"]
+            ax.barh(place, times, color=KERNELS[last_of(name, D, which)["ours"]["kernel"]])
+            panel.append(f"{names[place]} {times:.2f}")
+        finish(ax, names, title=f"{word}, D = {D}", xlabel="time with / time without", xlim=(0, 2.1))
+        told.append(f"{word}: " + ", ".join(panel))
+    handles = [Patch(color=colour, label=f"by {kernel}.py") for kernel, colour in KERNELS.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    return picture(fig, f"Bars of the time with a feature by the time without, D = {D}. {'; '.join(told)}.")
+
+
+def beside_peers(D=128):
+    """Our speed by that of FlashAttention-4 and of FlexAttention with a feature on an H100 as bars, in both passes."""
+    peers = {"fa4": ("FlashAttention-4", PEERS["fa4"][2]), "flex": ("FlexAttention", GREYS[3])}
+    names = [name for name in BASES if any(last_of(name, D, which, who) for which in PASSES for who in peers)]
+    fig, axes = subplots(1, 2, figsize=(8.4, 4.2), sharey=True)
+    told = []
+    for ax, (which, word) in zip(axes, PASSES.items(), strict=True):
+        for n, (who, (about, colour)) in enumerate(peers.items()):
+            found = {name: last_of(name, D, which, who) for name in names}
+            shares = {name: of[who]["ms_median"] / of["ours"]["ms_median"] for name, of in found.items() if of}
+            places = [names.index(name) + 0.4 * n - 0.2 for name in shares]
+            ax.barh(places, shares.values(), height=0.4, color=colour, label=f"of {about}'s")
+            told.append(f"{word}, of {about}: " + ", ".join(f"{name} {share:.2f}" for name, share in shares.items()))
+        finish(ax, names, title=f"{word}, D = {D}", xlabel="our speed / theirs", xlim=(0, 3))
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return picture(fig, f"Bars of our speed as a share of that of others, D = {D}. {'; '.join(told)}.")
+
+
+SIZES = {(8, 2**15): "8 sequences of 32k keys", (64, 2**11): "64 sequences of 2k keys"}
+
+
+def bandwidths():
+    """{who: [TB/s of each of SIZES]} with one new query of each head, of the last run on an H100 that measured both."""
+    found = of_feature("decode", gpu=H100)
+    runs = [{row["run"] for row in found if row["kernel"] and (row["B"], row["Nk"]) == size} for size in SIZES]
+    last = max(set.intersection(*runs), default=None)
+    speeds = {}
+    for row in found:
+        if row["run"] == last and (row["B"], row["Nk"]) in SIZES:
+            speeds.setdefault(row["kernel"] or row["peer"], []).append(cost.bandwidth(row))
+    return speeds
 
 
 def decoding():
-    """Prints how fast an H100 reads K and V for one new query of each head, beside a copy of as many bytes."""
-    found = of_feature("decode", gpu=H100)
-    sizes = {(8, 2**15): "8 sequences of 32k keys", (64, 2**11): "64 sequences of 2k keys"}
-    runs = [{row["run"] for row in found if row["kernel"] and (row["B"], row["Nk"]) == size} for size in sizes]
-    last = max(set.intersection(*runs), default=None)  # that measured both
-    speeds = {}  # {who: [TB/s of each size]}
-    for row in found:
-        if row["run"] == last and (row["B"], row["Nk"]) in sizes:
-            speeds.setdefault(row["kernel"] or row["peer"], []).append(f"{cost.bandwidth(row):.2f}")
-    head = ["TB/s on an H100, one query a head", *sizes.values()]
-    print(table(head, *([who, *words] for who, words in speeds.items())))
+    """How fast an H100 reads K and V for one new query of each head as bars, beside a copy of as many bytes."""
+    speeds = bandwidths()
+    copies = speeds.pop("copy", ())
+    words = [{"decode": "decode.py", "flex": "FlexAttention"}.get(who) or PEERS[who][0] for who in speeds]
+    colours = [PEERS[who][2] if who in PEERS else COLOURS[0] if who == "decode" else GREYS[3] for who in speeds]
+    fig, axes = subplots(1, 2, figsize=(8.4, 2.9), sharey=True)
+    told = []
+    for n, (ax, title) in enumerate(zip(axes, SIZES.values(), strict=True)):
+        reached = [of[n] for of in speeds.values()]
+        bars = ax.barh(words, reached, color=colours)
+        for bar, tbs, colour in zip(bars, reached, colours, strict=True):
+            place = tbs / 2, bar.get_y() + bar.get_height() / 2
+            ax.text(*place, f"{tbs:.2f}", color=ink_on(colour), fontsize=9, ha="center", va="center")
+        told.append(f"{title}: {', '.join(f'{w} {tbs:.2f}' for w, tbs in zip(words, reached, strict=True))}")
+        for copy in copies[n : n + 1]:
+            ax.axvline(copy, color=INK, lw=1)
+            told[-1] += f"; a copy {copy:.2f}"
+        ax.set(title=title, xlabel="TB/s; the line is a copy of as many bytes", xlim=(0, 3.3))
+        ax.grid(axis="y", visible=False)
+    axes[0].invert_yaxis()
+    return picture(fig, f"Bars of TB/s on an H100. {'. '.join(told)}.")

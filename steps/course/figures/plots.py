@@ -79,10 +79,14 @@ def who_sees(found, alt, harmless=("as it is",)):
 
 
 def colour_of(kernel):
-    """The colour of a kernel's rung, or of a peer: "fwd_3_ldmatrix" and "bwd_3_hopper" have the same."""
+    """The colour of a kernel's rung, or of a peer: "fwd_3_ldmatrix" and "bwd_3_hopper" have the same.
+
+    Gluon's is rung 3 forward and rung 2 backward. It has one colour, which no other rung of stage 03 has.
+    """
     if kernel in PEERS:
         return PEERS[kernel][2]
-    return COLOURS[int(kernel.split("_")[1]) % len(COLOURS)]
+    number = 3 if kernel.endswith("_gluon") else int(kernel.split("_")[1])
+    return COLOURS[number % len(COLOURS)]
 
 
 def ink_on(colour):

@@ -5,9 +5,11 @@ import itertools
 import shutil
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from steps import cached
+from steps.course.figures.planted import changed_lines
 from steps.step03_triton import fwd_0_fused
 
 FILES = "fwd_0_fused", "replay", "features/flash", "features/flash_kernels", "features/scores", "features/tiles"
@@ -28,3 +30,12 @@ def planted(module, file, before, after):
             raise ValueError(f"{file} has no {before!r}.")
         (package / f"{path}.py").write_text(text.replace(before, after) if stem == file else text)
     return importlib.import_module(f"{package.name}.{names[module].replace('/', '.')}")
+
+
+def diff(file, before, after):
+    """What is planted, as lines of a page: the first that is removed (-) and added (+), and how many more there are."""
+    (path,) = (path for path in FILES if path.endswith(file))
+    text = (Path(fwd_0_fused.__file__).parent / f"{path}.py").read_text()
+    removed, added, *others = changed_lines(text, before, after, width=200)
+    lines = [textwrap.fill(line, 88, subsequent_indent=6 * " ", break_long_words=False) for line in (removed, added)]
+    return "\n".join(lines + [f"  and {len(others) // 2} more such lines"] * bool(others))
