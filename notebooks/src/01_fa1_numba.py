@@ -93,7 +93,7 @@ def visits(multiply_by_l):
 # ### Query 5, over three tiles of two keys
 #
 # An easy mistake is to multiply the old O by $\alpha$ only, and not by l. Then the row ends at (6.35, 1.01) instead of (6.83,
-# 1.34). In the picture the keys seen so far are black.
+# 1.34). Keys seen so far are black.
 
 # %% slideshow={"slide_type": "fragment"}
 print("l forgotten:", *(O for _, O in visits(multiply_by_l=False)))
@@ -393,8 +393,8 @@ check("01.bug2", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Recorded on an H200 in float32, at N = 4096, not causal, with 128 heads at d = 64 and 64 at d = 128. Of PyTorch's kernels
-# `sdpa-math` is standard attention, and `sdpa-efficient` works by tiles. Shares are of `sdpa-efficient`'s speed.
+# Recorded on an H200 in float32, at N = 4096, not causal, with 128 heads at d = 64 and 64 at d = 128. PyTorch's
+# `sdpa-math` is standard attention, its `sdpa-efficient` works by tiles. Shares are of the latter's speed.
 #
 # **Rung 1 has enough blocks for all SMs. Is it faster than rung 0 by the same factor at both d?**
 #
@@ -454,7 +454,7 @@ print(figures.speeds())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Go further
 #
-# - ★★ (1 hour) Put all threads to work in rung 1's `online_update`.
+# - ★★ (1 hour) Put all threads of a block to work in `online_update`.
 #
 # **Deeper:** [01x_deeper.ipynb](01x_deeper.ipynb).
 #

@@ -153,7 +153,8 @@ MISTAKES = {  # a mutant's name -> what it does
     "delta_missing": "delta left out",
 }  # fmt: skip
 INPUTS = {  # a case's name -> its column
-    "head_dim_64": "d = 64", "ragged": "d = 32,\nragged", "ragged_causal": "causal", "fewer_queries_causal": "causal,\nNq < Nk",
+    "head_dim_64": "d = 64", "ragged": "d = 32,\nragged", "ragged_causal": "causal",
+    "fewer_queries_causal": "causal,\nNq < Nk",
     "one_key": "one key", "scores_200": "scores\nof ±200", "falling": "scores\nthat fall",
     "negative_row": "scores\nnear -200",
 }  # fmt: skip
