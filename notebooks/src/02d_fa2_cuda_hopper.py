@@ -223,9 +223,10 @@ show("fwd_7_roles", "__device__ void load(const", until="// The consumers: waits
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 8, `hopper`: overlap and turns
 #
-# *Within* a warpgroup (switch OVERLAP): two products start together, Q_i K_{j+1}ᵀ and P_j V_j. P_j is already known.
-# The softmax of the new S then runs while O is computed. *Between* warpgroups (PINGPONG): `ping_pong.wait` lets one
-# group at a time start its products, `ping_pong.pass` lets the other one start behind them.
+# *Within* a warpgroup (switch OVERLAP): two products start together: Q_i Kᵀ with the next tile of keys, and P V with
+# the tile of keys before it, whose P is already known. The softmax of the new S then runs while O is computed.
+# *Between* warpgroups (PINGPONG): `ping_pong.wait` lets one group at a time start its products, `ping_pong.pass` lets
+# the other one start behind them.
 #
 # Blocks are *persistent*: each SM runs one block, which takes one tile of queries after the other. So the next tile of
 # queries is loaded while the consumers finish this one.
@@ -248,8 +249,9 @@ def order_of_step():
 check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# And here is how a consumer starts its products. `beside` is false for the first keys of a tile of queries, as there
-# is no O to compute yet. (A *block of keys* in the comments is a tile of keys, not a thread block.)
+# And here is how a consumer starts its products. `beside` is false where no O is left to compute, as at the start of a
+# block. A later tile of queries mostly begins beside the last O of the one before. (A *block of keys* in the comments
+# is a tile of keys, not a thread block.)
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_8_hopper", peer="sdpa-cudnn"))
