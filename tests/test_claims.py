@@ -17,6 +17,7 @@ from steps.course.demo import training
 from steps.course.figures import (
     measured,
     n02b_tensor_cores,
+    n02e_hopper_backward,
     n02y_deeper,
     n03b_triton_features,
     n03y_deeper,
@@ -154,7 +155,7 @@ def test_what_a_wavefront_feeds():
     assert n02b_tensor_cores.per_wavefront("mma", 64) == feeds["mma"]
     assert says("02b", "at D = 64 the count is the same")
     says("02b", "from # to # TFLOP/s, # times.", ceilings["mma"], ceilings["ldmatrix"], steps["ldmatrix"])
-    assert feeds["cp_async"] == feeds["ldmatrix"] and says("02b", "Its wavefronts are exactly rung 3's.")
+    assert feeds["cp_async"] == feeds["ldmatrix"] and says("02b", "Its wavefronts are exactly those of `ldmatrix`.")
     says("02b", "A wavefront feeds # times as many FLOP,", steps["fa2"])
     says("02b", "The ceiling, # TFLOP/s", ceilings["fa2"])
     in_order = sorted(steps, key=steps.get, reverse=True)
@@ -166,6 +167,36 @@ def test_what_a_wavefront_feeds():
     if not math.isnan(scalar):
         told = "measured at # TFLOP/s, above its ceiling of #:"
         assert scalar > ceilings["scalar"] and says("02b", told, scalar, ceilings["scalar"])
+
+
+def test_mma_gained_more_than_its_count():
+    share = {}
+    for rung in ("warp", "mma"):
+        D = n02b_tensor_cores.RUNGS[rung]
+        ceiling = n02b_tensor_cores.WAVEFRONTS * n02b_tensor_cores.per_wavefront(rung)
+        share[rung] = n02b_tensor_cores.speed(rung, D) / ceiling * 100
+    says("02b", "`warp` reached only #% of its ceiling, and `mma` #%.", share["warp"], share["mma"])
+    bf16, fp32 = (measured.rung_row("fwd_1_warp", D=64, dtype=dtype)[0]["tflops"] for dtype in ("bf16", "fp32"))
+    says("02b", "`warp` is in bf16 here, # TFLOP/s; 02a measured float32, #.", bf16, fp32)
+
+
+def test_what_the_transpose_reads():
+    """At D = 128, where dV and dK would take P^T and dS^T from shared memory, and dQ take dS from registers."""
+    read = {name: took for name, (_, took, _) in n02e_hopper_backward.products(128, 64).items()}
+    stored = 2 * 4 * 32 * (128 + 64)  # two warpgroups, four wgmma of 16 queries, n = 128; the first operand is 64 rows
+    partial = 2 * 4 * 32 * 128  # each sums over its own 64 keys
+    saved, cost = (stored - read["dV"]) / 1024, (read["dQ"] - partial) / 1024
+    says("02e", "There dV and dK read # KiB less each with Sᵀ, but dQ reads # KiB more.", saved, cost)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_what_the_roofs_foresaw_for_bwd_3():
+    found = {D: [n02e_hopper_backward.roof(rung, D)[0] for rung in ("wgmma", "hopper")] for D in (64, 128)}
+    foreseen = [new / old for old, new in found.values()]
+    rows_of = [measured.rung_row(BWD, D=D) for D in (64, 128)]
+    got = [row["tflops"] / before["tflops"] for row, before, *_ in rows_of]
+    words = "D = 64 should become # times as fast and D = 128 # times; measured were # and #."
+    says("02e", words, *foreseen, *got)
 
 
 def test_parts_of_two_kernels():

@@ -20,7 +20,8 @@
 # rows.](../notebooks/figures/question_02a.png)
 #
 # - **Before you start:** notebooks 00 and 01; reading C. No GPU: g++ runs the kernels.
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before rung 1.
+# - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before
+#   `warp`.
 # - **Code:** [`fwd_0_scalar.cu`](../steps/step02_fa2_cuda/fwd_0_scalar.cu),
 #   [`fwd_1_warp.cu`](../steps/step02_fa2_cuda/fwd_1_warp.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -35,11 +36,11 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# Notebook 01 began with one block for each head: with 32 heads 32 of an H200's 132 multiprocessors (SMs) are busy. Then it
-# took one block for each *query tile*, and in its last kernel, `registers`, a thread keeps a patch of 8 x 8 scores.
+# In notebook 01's last kernel, `registers`, a block has a *query tile*, and a thread keeps a patch of 8 x 8 scores.
 #
-# How far is that? A **peer** is a kernel of others, measured in the same run on the same inputs. From 02b on it is cuDNN,
-# which takes no float32. Here it is PyTorch's kernel for float32, `sdpa-efficient`, at D = 64:
+# How far is that? A **peer** is a kernel of others, measured in the same run on the same inputs. Here it is PyTorch's
+# kernel for float32, `sdpa-efficient`, at D = 64. D is the d of notebooks 00 and 01; *full* means without a causal
+# mask:
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_2_registers", D=64, dtype="fp32", peer="sdpa-efficient"))
@@ -51,7 +52,7 @@ print(measured.rung("fwd_2_registers", D=64, dtype="fp32", peer="sdpa-efficient"
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: owners who agree on m
 #
-# **Claim.** Take *any* number m, and use the same m above and below the line. Then
+# **Claim.** Take *any* number m, and use the same m in the numerator and in the denominator. Then
 #
 # $$O_i = \frac{\sum_j e^{S_{ij} - m}\, V_j}{\sum_j e^{S_{ij} - m}}$$
 #
@@ -78,15 +79,15 @@ for m1, m2 in ((S[first].max(), S[second].max()), (S.max(), S.max())):
           f"added {(O1 + O2) / (l1 + l2)}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Row 5 of the output should be (6.83, 1.34), and is with one m. Divided by two different numbers, the parts add up to
-# (4.74, 1.32).
+# Row 5 of the output should be (6.83, 1.34), and is with one m. With two different m the parts are scaled differently,
+# and their sum gives the wrong (4.74, 1.32).
 #
 # The same choice comes again *inside* a block, which consists of **warps**: 32 threads that run together, called
 # **lanes**. FlashAttention-1 gave each warp some keys of every row, so warps had to add up O through shared memory.
 # FlashAttention-2 gives each warp some rows (section 3.3 of the paper).
 #
-# We go one step further down. In our first kernel, **rung 0**, a *thread* owns a row. In rung 1 eight lanes own four rows
-# together, and have to agree on m.
+# We go one step further down. In our first kernel, `scalar` (**rung** 0 of a ladder of kernels), a *thread* owns a
+# row. In `warp` eight lanes own four rows together, and have to agree on m.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.owners()
@@ -133,8 +134,9 @@ print(y)
 # Three mistakes in `mirror`, each with the old line (-) and the new one (+), and what the emulation says. Its shared memory
 # starts as NaN.
 #
-# A GPU says nothing. A barrier waits for all threads of the block *that have not returned* (01). So on a GPU nobody waits
-# for thread 5, and the block goes on without its number. The emulation stops there and complains.
+# A GPU says nothing. The third mistake: a barrier waits for all threads of the block *that have not returned* (01). So
+# on a GPU nobody waits for thread 5, and the block goes on without its number. The emulation stops there and
+# complains.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.break_mirror(MIRROR, x)
@@ -195,16 +197,16 @@ figures.try_differences(DIFFERENCES, index, barrier, grid, shared_bytes)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, yours in exercise 02.1 |
 # | [12–15] | O / l and lse, written once | `store_row` |
 #
-# **The budget.** q and O take 2 D of a thread's at most 255 registers, so D ends at 96, and S lies in shared memory. All
-# threads of a warp read the same `K[j * D + d]` at once, and one read serves them all.
+# **The budget.** q and O take 2 D of a thread's at most 255 registers, so D ends at 96, and S lies in shared memory.
+# All threads of a warp read the same `K[j * D + d]` at once, and one read serves them all. But each number serves one
+# multiply-add of a thread. 01's patches did better, so `scalar` begins slower than `registers`.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_0_scalar", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Here is the whole kernel for one head and its launch: three blocks of two threads, tiles of three keys. The functions
-# that it calls stand in `fwd_0_scalar.cu`. The file's own kernel adds batches, heads, strides and the causal mask. With a
-# mask rows end at different keys; all threads still run the loop and its two barriers equally often.
+# The whole kernel for one head: three blocks of two threads, tiles of three keys. The functions that it calls stand in
+# `fwd_0_scalar.cu`. The file's own kernel adds batches, heads, strides and the causal mask.
 
 # %% slideshow={"slide_type": "fragment"}
 KERNEL = """
@@ -245,13 +247,13 @@ print("at D = 96:", planted.block("fwd_0_scalar", 96))
 print(measured.rung("fwd_0_scalar", D=64, dtype="fp32", peer="sdpa-efficient"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ### Exercise 02.1: take in a tile of keys, in registers
+# ### Exercise 02.1: add a tile of keys to m, l and O, in registers
 #
-# Lines [9–10] in about ten lines. `S[j * Br]` is this thread's score of key j, and row j of V begins at `V[j * D]`. `max_S`
-# is the largest of the n scores. O is not divided by l.
+# Lines [9–10] in about ten lines. `S[j * Br]` is this thread's score of key j, and row j of V begins at `V[j * D]`.
+# `max_S` is the largest of the n scores. `expf(x)` is e^x. O is not divided by l.
 #
 # Write the body in place of `#error`: `check` runs some of the contract's cases. `hint("02.1")` and `solution("02.1")`
-# help.
+# help. Exercises do not come in the order of their numbers: 02.2 is in 02c, 02.9 in 02y.
 
 # %% slideshow={"slide_type": "fragment"}
 online_update = r"""
@@ -265,13 +267,14 @@ check("02.1", online_update)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1, `warp`: a warp owns 16 rows
 #
-# In rung 0 each number that a thread fetches from shared memory serves *one* multiply-add. Rung 1 gives each lane a
-# patch of scores, so that a number serves a whole row or column of the patch.
+# `warp` gives each lane a patch of scores, so that a number fetched from shared memory serves a whole row or column of
+# the patch.
 #
-# Lane t is called (a, b), with a = t / 8 and b = t % 8. It owns the rows a, a + 4, a + 8 and a + 12 of the warp. So the
-# eight lanes with the same a own the same four rows. They divide the keys of S: lane (a, b) has the keys b, b + 8, b + 16
-# and so on. They also divide the columns of O, eight for each lane at D = 64. In the picture at the top, lane (1, 2) is
-# orange, and the others with a = 1 are blue.
+# Lane t is called (a, b), with a = t / 8 and b = t % 8. It owns the rows a, a + 4, a + 8 and a + 12 of the warp. So
+# the eight lanes with the same a own the same four rows. They divide the keys of S: lane (a, b) has the keys b, b + 8,
+# b + 16 and so on. They also divide the columns of O, eight for each lane at D = 64. In the picture at the top, lane
+# (1, 2) is orange, and the others with a = 1 are blue. It has 32 keys, so a lane has 4 x 4 scores; with 64 keys, as
+# below, 4 x 8.
 #
 # In the code Q points at the lane's first row, row a, and K at its first key, key b. The next row is four rows further,
 # the next key eight rows further. `STRIDE` is the length of a row in shared memory:
@@ -288,17 +291,15 @@ ROWS, KEYS, COLUMNS, D, Bc = 4, 8, 8, 64, 64
 multiply_adds = D * ROWS * KEYS + Bc * ROWS * COLUMNS  # S, and O, for a tile of keys
 fetched = D * (ROWS + KEYS) + Bc * COLUMNS
 each = fetched / multiply_adds
-print(f"rung 1: {fetched} numbers for {multiply_adds} multiply-adds, {each:.2f} each")
-print("rung 0: 1 each")
+print(f"warp: {fetched} numbers for {multiply_adds} multiply-adds, {each:.2f} each")
+print("scalar: 1 each")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Eight lanes agree
 #
-# `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of value 4, from register
-# to register. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, `~0u` all 32, and all of them
-# must come. First half of the warp stays away; then all come.
-#
-# CUDA's headers have a word for the three steps, `cg::reduce`: see [02x](02x_deeper.ipynb), section 6.
+# A **shuffle**, `__shfl_xor_sync(mask, x, 4)`, gives a lane the x of the lane whose number differs in the bit of value
+# 4, from register to register. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, `~0u` all
+# 32, and all of them must come. At first half of the warp stays away; then all come.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"
@@ -319,7 +320,8 @@ print(x[:, :8].int())  # of eight lanes: at first, after 4, after 2, after 1
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Some cases of the **contract**, the list of inputs that every stage must get right, for both rungs:
+# Some cases of the **contract**, which is what every stage promises: a list of inputs that it computes right. In
+# `scores_200` scores reach ±200, where exp overflows; in `negative_row` all scores of one row are near -200.
 
 # %% slideshow={"slide_type": "fragment"}
 names = """one_key ragged ragged_causal fewer_queries_causal more_queries_causal
@@ -330,8 +332,9 @@ for rung in ("scalar", "warp"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The mistake that lives
 #
-# Six mistakes in rung 0. The first is tempting: a thread beyond the last query has no row. But it has keys to load. **One
-# mistake survives everything. Which, and why?**
+# Six mistakes in `scalar`. **One mistake survives everything. Which, and why?** In the table each case has a verdict:
+# *wrong* numbers; *stuck*, nobody can go on; *outside*, an access beyond an array; *lives*, all right (grey). Green:
+# this case sees the mistake. Orange: no case does.
 
 # %% slideshow={"slide_type": "fragment"}
 print(planted.diffs("fwd_0_scalar", figures.MISTAKES))
@@ -355,8 +358,8 @@ planted.seen_by("scalar", figures.MISTAKES, names, tile=(16, 16))
 #
 # <details><summary>Answer</summary>
 #
-# By the counts above 1 / 0.31 = 3.2 times, measured 1.5 times. The compiler joins four loads of rung 0 into one, and
-# rung 1 also has its shuffles.
+# By the counts above 1 / 0.31 = 3.2 times, measured 1.5 times. The compiler joins four loads of `scalar` into one, and
+# `warp` also has its shuffles.
 #
 # </details>
 #
@@ -375,12 +378,12 @@ figures.float32_speeds()
 #
 # **Ask yourself**
 #
-# 1. Why does rung 0's loop need two barriers a tile, and not one?
+# 1. Why does the loop of `scalar` need two barriers a tile, and not one?
 #    <details><summary>Answer</summary>
 #
 #    One before the tile is read, so that all of it is there; one before it is overwritten, so that nobody still reads it.
 #    </details>
-# 2. Which of rung 0's Br and Bc could grow at no cost in registers? What would it cost instead?
+# 2. Which of Br and Bc of `scalar` can be made larger without more registers? What would it cost instead?
 #    <details><summary>Answer</summary>
 #
 #    Bc. It costs shared memory, for K_j, V_j and S. A larger Br is more threads, each with its registers.
@@ -396,7 +399,7 @@ figures.float32_speeds()
 #
 #    Parts of a sum that are rescaled by the same alpha may be added at any time. alpha and P are made of m.
 #    </details>
-# 5. In rung 0 the last key that a row sees differs from thread to thread. Why is that no danger for the barriers?
+# 5. In `scalar` the last key that a row sees differs from thread to thread. Why is that no danger for the barriers?
 #    <details><summary>Answer</summary>
 #
 #    The loop with the barriers ends at the block's last key. The row's own end limits only what happens between them.
@@ -404,7 +407,7 @@ figures.float32_speeds()
 #
 # **Go further**
 #
-# - ★ (15 minutes) Give rung 0 four sums in `scores` instead of one. Do the registers still suffice at D = 64?
+# - ★ (15 minutes) Give `scalar` four sums in `scores` instead of one. Do the registers still suffice at D = 64?
 #
 # **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); how a compiler loses registers, and shuffles
 # beside CUDA's *cooperative groups*, [02x_deeper.ipynb](02x_deeper.ipynb).

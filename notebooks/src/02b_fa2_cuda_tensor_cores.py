@@ -20,13 +20,15 @@
 # Warp: twelve for 32. Mma: eight for 128, with the queries in registers.](../notebooks/figures/question_02b.png)
 #
 # - **Before you start:** notebook 02a: the scalar kernel, warps and lanes, the emulation. No GPU: speeds are recorded.
-# - **Time:** about 60 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after rung 3.
+# - **Time:** about 70 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after
+#   `ldmatrix`.
 # - **Code:** [`fwd_2_mma.cu`](../steps/step02_fa2_cuda/fwd_2_mma.cu) to
 #   [`fwd_5_fa2.cu`](../steps/step02_fa2_cuda/fwd_5_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 #
-# The table has all nine forward kernels, or **rungs**; here are 2 to 5. Its last column is the yardstick of 02a to 02e:
-# the share of the speed of **cuDNN**, NVIDIA's library, in the same run. A kernel of others is called a **peer**. `bf16`
-# is a float of 16 bits with the exponent of float32, and 8 bits of precision.
+# The table has all nine forward kernels, or **rungs**; here are 2 to 5. (*Few masks*: only tiles at an edge are
+# masked. TMA, a copy engine, comes in 02d.) Its last column is the yardstick of 02a to 02e: the share of the speed of
+# **cuDNN**, NVIDIA's library, in the same run.  `bf16` is a 16-bit float with 8 bits of precision. The panels of the
+# picture are of a thread, a lane (also one thread), and a warp (32 threads).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -48,8 +50,9 @@ print(measured.rungs("fwd"))
 # A multiprocessor (SM) gets one wavefront a cycle.
 #
 # An addition or a multiplication is one FLOP. In one cycle the tensor cores of an SM do 4096 FLOP (NVIDIA's Hopper
-# whitepaper). How many must one wavefront *feed*, so that the units are never idle? The emulation counts what it does feed,
-# and prints for each function wavefronts / accesses of a warp, for one tile of keys:
+# whitepaper). How many FLOP must the units do with the numbers of one wavefront, so that they are never idle? The
+# emulation counts how many a wavefront *feeds*, and prints for each function wavefronts / accesses of a warp, for one
+# tile of keys:
 
 # %% slideshow={"slide_type": "fragment"}
 wavefronts = gpu.half_tflops / 4096  # of all multiprocessors, 10^12 a second
@@ -60,12 +63,14 @@ figures.feeds("scalar")
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # In `scalar` one wavefront feeds 62 FLOP, less than a quarter of what the float32 units need.
 #
-# **Predict 1.** In rung 1, `warp`, a lane fetches 4 + 8 numbers for 32 multiply-adds. What does its wavefront feed?
+# **Predict 1.** In `warp` a lane fetches 4 + 8 numbers for 32 multiply-adds of S, and 8 numbers for 32 of O; in
+# `scalar` one number for each. What does a wavefront of `warp` feed?
 #
 # <details><summary>Answer</summary>
 #
-# Three times as many, 195. Times the wavefronts a second, that is the kernel's **ceiling**, 47 TFLOP/s: it cannot be
-# faster.
+# Three times as many, 195. (20 numbers serve 64 multiply-adds, and tiles have to be stored.) Times the wavefronts a
+# second, that is the kernel's **ceiling**, 47 TFLOP/s: it cannot be faster, unless the compiler saves accesses, as in
+# `scalar` (part 5).
 #
 # </details>
 
@@ -75,11 +80,12 @@ figures.ceiling("warp")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: a warp holds a matrix
 #
-# The instruction `mma.m16n8k16` multiplies A (16 x 16) with B (16 x 8) and adds the product to C (16 x 8), for a whole
-# warp. The matrices lie in the registers of its lanes. A lane's share is a **fragment**: 8 numbers of A, 4 of B, 4 of C.
+# The instruction `mma.m16n8k16` (matrix multiply-accumulate) multiplies A (16 x 16) with B (16 x 8) and adds the
+# product to C (16 x 8), for a whole warp. The matrices lie in the registers of its lanes. A lane's share is a
+# **fragment**: 8 numbers of A, 4 of B, 4 of C.
 #
-# **Claim.** Two C fragments side by side are an A fragment. So S = Q Kᵀ, in registers, becomes the operand of P V where it
-# lies.
+# **Claim.** Two C fragments side by side are an A fragment. So S = Q Kᵀ can be used as the A operand of P V, without
+# moving to another register or lane.
 #
 # A small kernel loads X (16 x 16) as A and as B, and multiplies it by the identity, so that C holds X, too. The numbers of X
 # name their place: 16 times the row, plus the column.
@@ -92,14 +98,14 @@ print("two C fragments of S are the A fragment:", torch.equal(A.float(), two_C))
 figures.fragments(A, B)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The numbers in the picture are lanes. A colour is a pair, in one register. Lane 5 holds 18 and 19 (row 1, columns 2 and
-# 3), 146 and 147 (row 9), and the pairs 8 columns to the right. After exp it rounds its pairs and has its share of P: **no
-# number moves to another lane**. Only the maximum of a row, which lies in four neighbouring lanes, needs two shuffles.
+# The numbers in the picture are lanes. Each colour is one register of every lane; it holds a pair. Lane 5 holds 18 and
+# 19 (row 1, columns 2 and 3), 146 and 147 (row 9), and the pairs 8 columns to the right. After exp it rounds its pairs
+# and has its share of P. Only the maximum of a row, which lies in four neighbouring lanes, needs two shuffles.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
 #
-# All rungs compute FlashAttention-2's Algorithm 1 (without [the misprint of line 10](../papers/errata.md)).
+# All rungs compute FlashAttention-2's Algorithm 1, [corrected](../papers/errata.md).
 #
 # | line | what it does | in `fwd_2_mma.cu` |
 # |---|---|---|
@@ -115,12 +121,12 @@ figures.fragments(A, B)
 #
 # **Claim.** Q, S, P and O live in fragments. Only B, which is K or V, comes from shared memory.
 #
-# **Predict 2.** The tensor cores are 15 times as fast as the float32 units. Will rung 2 be 15 times as fast as rung 1?
+# **Predict 2.** The tensor cores are 15 times as fast as the float32 units. Will `mma` be 15 times as fast as `warp`?
 #
 # <details><summary>Answer</summary>
 #
-# No. `scores` needs 8 wavefronts for each access, where 1 would do. So a wavefront feeds 248 FLOP, only 1.27 times rung
-# 1's 195 (at D = 64 the count is the same). The tensor cores wait for shared memory.
+# No. `scores` needs 8 wavefronts for each access, where 1 would do. So a wavefront feeds 248 FLOP, only 1.27 times
+# `warp`'s 195 (at D = 64 the count is the same). The tensor cores wait for shared memory.
 #
 # </details>
 
@@ -129,19 +135,18 @@ figures.ceiling("mma")
 show("fwd_2_mma", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# `g` and `c` are the row and the first column that this lane has of a C fragment. The loops take eight keys and sixteen
-# columns at a time.
+# `g` and `c` are the row and the first column that this lane has of a C fragment.
 #
-# Now line [9]. A lane has numbers of two rows, g and g + 8, so m and l are two numbers each. Of the four numbers in S[n],
-# two belong to row g and two to row g + 8. Exponentials are powers of two, as the hardware computes them; so the scale
-# contains log2(e).
+# Now line [9]. A lane has numbers of two rows: of the four in S[n], two belong to row g and two to row g + 8.
+# Exponentials are powers of two, as the hardware computes them; so the scale contains log2(e). Here are the new
+# maximum and alpha; l and O are then multiplied by alpha, and S becomes P.
 
 # %% slideshow={"slide_type": "fragment"}
-show("fwd_2_mma", "online_update")
+show("fwd_2_mma", "for (int r = 0; r < 2; r++) {  // the rows g", until="l[r] *= alpha;")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.5: from S to an A operand.** `near` is what this lane has of P for 8 keys, `far` for the next 8: each a C
-# fragment in float32. `pack<T>(low, high)` rounds two numbers into one register;
+# **Exercise 02.5: from accumulator to operand.** An *accumulator* is a C fragment. `near` is what this lane has of P
+# for 8 keys, `far` for the next 8: each in float32. `pack<T>(low, high)` rounds two numbers into one register;
 # [`ptx.cuh`](../steps/step02_fa2_cuda/ptx.cuh) says above `mma` what A wants where.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -154,8 +159,9 @@ __device__ void to_operand(uint32_t (&A)[4], const float (&near)[4],
 check("02.5", to_operand)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.6: how far the loop runs.** The block has the rows from `tile * Br` on, at most Br of them, none beyond Nq.
-# How many keys must it visit? Causal is aligned at the bottom right; with more queries than keys some blocks see nothing.
+# **Exercise 02.6: tiles of keys that no query sees.** The block has the rows from `tile * Br` on, at most Br of them,
+# none beyond Nq. How many keys must it visit, from key 0 on? Causal is aligned at the bottom right; with more queries
+# than keys some blocks see nothing.
 
 # %% slideshow={"slide_type": "fragment"}
 keys_seen = r"""
@@ -171,16 +177,17 @@ check("02.6", keys_seen)
 # Why 8 wavefronts? A warp reads 8 rows of K at once. Rows of 128 or 256 bytes all begin in the same bank, which gives one
 # word a cycle: a **bank conflict**.
 #
-# **Claim.** Cut each row into chunks of 16 bytes. Let row r keep its chunk c at position c XOR (r mod 8). This is called
-# a **swizzle**. Then any 8 neighbouring rows have chunk c at 8 different positions, and 8 positions are all 32 banks.
-# `plain` counts what happens without a swizzle.
+# **Claim.** Cut each row into chunks of 16 bytes. Let row r keep its chunk c at position c XOR (r mod 8). This is
+# called a **swizzle**. Then any 8 neighbouring rows have chunk c at 8 different positions, and these 8 chunks of 4
+# words use each of the 32 banks once. `plain` counts what happens without a swizzle.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.banks()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The instruction `ldmatrix` fetches four matrices of 8 x 8 numbers at once. Lane t gives the address of row t % 8 of matrix
-# t / 8. Then each matrix is dealt out to the 32 lanes, with `.trans` transposed, as V needs it. The numbers are lanes:
+# The instruction `ldmatrix` fetches four matrices of 8 x 8 numbers at once, so it takes at least 4 wavefronts. Lane t
+# gives the address of row t % 8 of matrix t / 8. Then each matrix is dealt out to the 32 lanes, with `.trans`
+# transposed, as V needs it. Numbers are lanes:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.dealt()
@@ -190,7 +197,7 @@ figures.dealt()
 #
 # <details><summary>Answer</summary>
 #
-# Less: four times. No count tells of waiting, and all warps of a block wait for each K_j and V_j.
+# Less: four times. The count does not include waiting times, and all warps of a block wait for each K_j and V_j.
 #
 # </details>
 
@@ -198,10 +205,10 @@ figures.dealt()
 figures.ceiling("ldmatrix")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in **slabs** of W columns, one slab after the other. W is
-# 64, or 32 where D is no multiple of 64; then two rows share the banks. Return where the element (row, column) lies,
-# counted in elements. Of eight rows, 8 n to 8 n + 7, a chunk must have 8 different positions. `check` also counts
-# wavefronts; `hint("02.4")` and `solution("02.4")` help.
+# **Exercise 02.4: eight rows without a bank conflict.** A tile of `rows` rows is cut into **slabs** of W columns,
+# stored one after the other. W is 64. Where D is no multiple of 64, W is 32: a row is 64 bytes, so two rows cover the
+# banks once. Return where the element (row, column) lies, counted in elements. Of eight rows, 8 n to 8 n + 7, a chunk
+# must have 8 different positions. `check` also counts wavefronts.
 
 # %% slideshow={"slide_type": "fragment"}
 at = r"""
@@ -218,11 +225,11 @@ check("02.4", at)
 # to shared memory, and the thread goes on. `cp_async_wait<0>` waits for the thread's *own* copies; only the barrier after
 # it says that all threads' copies are there.
 #
-# **Predict 4.** Its wavefronts are exactly rung 3's. How much can rung 4 gain?
+# **Predict 4.** Its wavefronts are exactly those of `ldmatrix`. How much can `cp_async` gain?
 #
 # <details><summary>Answer</summary>
 #
-# At most the time that rung 3 waits for tiles. It became 1.36 times as fast, so this was at least 1 - 1/1.36 = 26%.
+# At most the time that `ldmatrix` waits for tiles. It became 1.36 times as fast, so at least 1 - 1/1.36 = 26%.
 #
 # </details>
 
@@ -233,8 +240,8 @@ show("fwd_4_cp_async", "  for (int j = 0; j < keys", until="  int64_t row = int6
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 5, `fa2`: 32 rows a warp
 #
-# **Claim.** In rung 4 a warp uses each fragment of K or V once, for its 16 rows. If it owns 32 rows, it uses each twice. The
-# price is registers, so Q goes back to shared memory. What else rung 5 changes is measured in [02x](02x_deeper.ipynb).
+# **Claim.** In `cp_async` a warp uses each fragment of K or V once, for its 16 rows. If it owns 32 rows, it uses each
+# twice. The price is registers, so Q goes back to shared memory.
 #
 # A wavefront feeds 1.67 times as many FLOP, but the speed does not follow. The ceiling, 660 TFLOP/s, is now about what
 # `mma` itself reaches on Hopper: two thirds of 989.4, by FlashAttention-3's authors.
@@ -246,7 +253,7 @@ print(measured.rung("fwd_5_fa2", peer="sdpa-cudnn"))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Three cases of the **contract**, which is what every stage promises, and its tests:
+# Three cases of the contract (02a):
 
 # %% slideshow={"slide_type": "fragment"}
 for rung in ("warp", "mma", "ldmatrix", "cp_async", "fa2"):
@@ -254,14 +261,13 @@ for rung in ("warp", "mma", "ldmatrix", "cp_async", "fa2"):
     planted.on_cases(rung, names, torch.bfloat16)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# A copy may land at any moment between its start and its wait. The emulation performs it late, at the wait, or eagerly,
-# at the start. Here are six edits of `fwd_4_cp_async.cu`, each with the old line (-) and the new one (+). **One does no
-# harm. One is seen only if copies are late. Which?**
+# A copy may land at any moment between its start and its wait. The emulation performs it late, at the wait, or
+# eagerly, at the start. Here are six edits of `fwd_4_cp_async.cu`. **One does no harm. One is seen only if copies are
+# late. Which?**
 #
 # <details><summary>Answer</summary>
 #
-# A tile too many does no harm: beyond the last key nothing is read. A missing wait is seen only if copies are late: eager
-# copies are there in time.
+# A tile too many: beyond the last key nothing is read. A missing wait: eager copies are there in time.
 #
 # </details>
 
@@ -275,7 +281,7 @@ planted.seen_by("cp_async", figures.MISTAKES, names, harmless=harmless, **orders
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug1.** A report on a broken kernel, `show("02.bug1")`. Write a test that fails on it and passes on the
-# repaired one. `check` then asks for the cause.
+# repaired one.
 
 # %% slideshow={"slide_type": "fragment"}
 print(planted.wrapped(exercises.find("02.bug1").symptom))
@@ -289,18 +295,18 @@ check("02.bug1", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **Predict 6.** Order the five steps by what each brought.
+# **Predict 5.** Order the five steps by what each brought.
 #
 # <details><summary>Answer</summary>
 #
-# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. Measured, `fa2` comes last. `cp_async`
-# removes waiting, which no count shows.
+# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. Measured, `fa2` comes last. `mma`
+# comes before `warp`: it gained more than its count, since `warp` reached only 56% of its ceiling, and `mma` 90%. (A
+# gain is measured at the D of the kernel before.)
 #
 # </details>
 #
-# The picture is a **roofline**: its line is the ceiling. `scalar` was measured at 17.5 TFLOP/s, above its ceiling of 15:
-# the compiler joins four of its loads into one, which the count of its text does not know. From rung 2 on the text
-# itself asks for wide loads.
+# The picture is a **roofline**: its line is the ceiling. `scalar` was measured at 17.5 TFLOP/s, above its ceiling of
+# 15: the compiler joins four of its loads into one. `warp` is in bf16 here, 26.3 TFLOP/s; 02a measured float32, 26.4.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.gains()
@@ -326,7 +332,7 @@ figures.roofline()
 #
 #    P V sums over the keys. Each number of P must only meet its own row of V.
 #    </details>
-# 3. Why does rung 4 need no second buffer for K?
+# 3. Why does `cp_async` need no second buffer for K?
 #    <details><summary>Answer</summary>
 #
 #    K is not needed after S, so the next K comes during softmax and P V.
@@ -345,10 +351,9 @@ figures.roofline()
 # **Go further**
 #
 # - ★ (15 minutes) Count `fa2` with tiles (64, 64) and (128, 128) at D = 64. Which has the higher ceiling?
-# - ★★ (1 hour) Pad the rows of `fwd_2_mma.cu` by 8 numbers instead of swizzling. Where do conflicts remain?
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); what the hardware counted,
-# [a profile of four kernels](../steps/course/bench/results/README.md#a-profile-of-four-kernels); each idea of rung 5 alone,
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); what the hardware counted, [a profile of
+# four kernels](../steps/course/bench/results/README.md#a-profile-of-four-kernels); each idea of `fa2` alone,
 # [02x_deeper.ipynb](02x_deeper.ipynb).
 #
 # **Next:** [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb), the backward pass.

@@ -20,8 +20,10 @@
 # ![Left, P as a dashed square, never stored; beside it lse, one number a row. Right, four blocks walk down their columns
 # of P: each owns its dK and dV, all add to dQ.](../notebooks/figures/question_02c.png)
 #
-# - **Before you start:** notebook 00, its backward; 02a, a kernel in CUDA C++; for rung 1 also 02b, `mma`, `ldmatrix`.
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before rung 1.
+# - **Before you start:** notebook 00, its backward; 02a, a kernel in CUDA C++; for `bwd_1_fa2` also 02b, `mma`,
+#   `ldmatrix`.
+# - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before
+#   `bwd_1_fa2`.
 # - **Code:** [`bwd_0_scalar.cu`](../steps/step02_fa2_cuda/bwd_0_scalar.cu),
 #   [`bwd_1_fa2.cu`](../steps/step02_fa2_cuda/bwd_1_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -116,7 +118,8 @@ print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # dk and dv keep every bit: each is summed by one thread, in one order. About half of dq's 4288 numbers change in their
-# last bits. `deterministic=True` of rung 1 lets the blocks take turns ([02x_deeper.ipynb](02x_deeper.ipynb), section 5).
+# last bits. `deterministic=True` of `bwd_1_fa2` lets the blocks take turns ([02x_deeper.ipynb](02x_deeper.ipynb),
+# section 5).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -190,17 +193,19 @@ for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
 # That is the whole kernel for one head, in two blocks of three keys. `add_dQ` needs the second barrier: it sums over the
 # keys of the *block*, and every key belongs to another thread.
 #
-# At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255. cuDNN, the yardstick of stage 02,
-# takes no float32. So the speed of rung 0 is compared with PyTorch's kernel for float32, `sdpa-efficient`:
+# At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255. cuDNN, the yardstick of stage
+# 02, takes no float32. So the speed of `bwd_0_scalar` is compared with PyTorch's kernel for float32, `sdpa-efficient`:
 
 # %% slideshow={"slide_type": "fragment"}
 print("D = 96:", planted.block("bwd_0_scalar", 96))
 print(measured.rung("bwd_0_scalar", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block:
-# dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). Read `dS[r * Bc + j]` and `K[j * STRIDE + d]`; `dq` points at the
-# tile's first row, and its rows are D apart. About five lines; `hint("02.2")` and `solution("02.2")` help.
+# **Exercise 02.2: the gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block: dQ_i
+# (rows, D) += scale dS (rows, keys) K_j (keys, D). Read `dS[r * Bc + j]` and `K[j * STRIDE + d]`; `dq` points at the
+# tile's first row, and its rows are D apart. The tile has rows x D elements. Thread t = `threadIdx.x` takes the
+# elements e = t, t + Bc, t + 2 Bc and so on, each in row e / D and column e % D. `atomicAdd(&dq[e], x)` adds x to
+# `dq[e]` atomically. About five lines; `hint("02.2")` and `solution("02.2")` help.
 
 # %% slideshow={"slide_type": "fragment"}
 add_dQ = r"""
@@ -212,8 +217,8 @@ __device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int 
 check("02.2", add_dQ)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.3: delta of one query.** Line [4] for one row, whose numbers begin at dO and O, by one thread. About three
-# lines.
+# **Exercise 02.3: one number a query.** It is delta, line [4] for one row, whose numbers begin at dO and O, by one
+# thread. About three lines.
 
 # %% slideshow={"slide_type": "fragment"}
 row_delta = r"""
@@ -263,9 +268,9 @@ figures.addresses()
 show("bwd_1_fa2", "lane_row(Shared", until="lane_row_transposed(Shared")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.7: an operand that is stored transposed.** Which address does this lane give to `ldmatrix` for the 16 x 16
-# piece at (row, column) of a tile that stores the *transpose* of the operand? Find its matrix t / 8 in the right picture,
-# and the row r and column c at which the lane's 8 numbers begin. About four lines.
+# **Exercise 02.7: the address that a lane gives for a transposed operand.** Which address does this lane give to
+# `ldmatrix` for the 16 x 16 piece at (row, column) of a tile that stores the *transpose* of the operand? Find its
+# matrix t / 8 in the right picture, and the row r and column c at which the lane's 8 numbers begin. About four lines.
 
 # %% slideshow={"slide_type": "fragment"}
 lane_row_transposed = r"""
@@ -279,19 +284,20 @@ check("02.7", lane_row_transposed)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### What stays in registers, what goes through shared memory
 #
-# In the forward P never left the registers: the warp that made 16 rows of S multiplied them with V. Here dV_j sums over
-# queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and each step needs a
-# second barrier. dK_j and dV_j stay in registers throughout.
+# In the forward P never left the registers: the warp that made 16 rows of S multiplied them with V. Here the sum of
+# dV_j runs over queries, and that of dQ_i over keys. Other warps hold some of these terms. So P and dS go to shared
+# memory in 16 bits, and each step needs a second barrier. dK_j and dV_j stay in registers throughout.
 #
-# What a product leaves in registers can be the *first* operand of the next one (02b: two C fragments are an A fragment), if
-# that one has the same rows. S has a query a row, Sᵀ would have a key a row. Question 5 asks what that gives.
+# What a product leaves in registers can be the *first* operand of the next one (02b: two C fragments are an A
+# fragment), if the rows of that operand are the rows of this result. S has a query a row, Sᵀ would have a key a row.
+# Question 5 asks what that gives.
 #
 # dq is added up in float32 and rounded to 16 bits once, at the end. In bf16 it would be rounded at every key tile.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Some cases of the contract, the inputs that every stage must get right:
+# Some cases of the contract (02a). In `grouped_heads` several query heads share the keys and values of one head:
 
 # %% slideshow={"slide_type": "fragment"}
 names = ["ragged", "ragged_causal", "fewer_queries_causal", "scores_200", "grouped_heads"]
@@ -299,8 +305,8 @@ for rung in ("scalar", "fa2"):
     planted.on_cases(rung, names, results=figures.results)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now five mistakes, each with the old line (-) and the new one (+). **Which gradients will each spoil, and which of two
-# cases notice?**
+# Now five mistakes, each with the old line (-) and the new one (+). **Which gradients will each spoil, and which of
+# two cases notice?** Green is noticed, orange never noticed.
 #
 # <details><summary>Answer</summary>
 #
@@ -332,8 +338,8 @@ for tiles in (1, 2, 3, 4, 8):
     print(f"{tiles} key tiles: {changed:.0%} of dq changes when the blocks run backwards")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** Rung 1 is FlashAttention-2's design, as 02b's `fa2`, which reached 0.54 of the speed of cuDNN's forward.
-# Which share of the speed of cuDNN's backward does rung 1 reach?
+# **Question 2.** `bwd_1_fa2` is FlashAttention-2's design, as 02b's `fwd_5_fa2`, which reached 0.54 of the speed of
+# cuDNN's forward. Which share of the speed of cuDNN's backward does it reach?
 #
 # <details><summary>Answer</summary>
 #
@@ -356,12 +362,12 @@ print(measured.rung("bwd_1_fa2", peer="sdpa-cudnn"))
 #
 # **Ask yourself**
 #
-# 1. Why is dk multiplied by the scale once at the end, and dq, in rung 0, at every visit?
+# 1. Why is dk multiplied by the scale once at the end, and dq, in `scalar`, at every visit?
 #    <details><summary>Answer</summary>
 #
 #    One block owns dk and knows when its sum is complete. Of dq's blocks none knows that it is the last.
 #    </details>
-# 2. Suppose rung 0 left dq out. Why must both barriers of its loop stay all the same?
+# 2. Suppose `scalar` left dq out. Why must both barriers of its loop stay all the same?
 #    <details><summary>Answer</summary>
 #
 #    Each iteration overwrites the tiles of Q and dO, which the threads load together and read together.
@@ -376,8 +382,8 @@ print(measured.rung("bwd_1_fa2", peer="sdpa-cudnn"))
 #
 #    Each of their numbers is rounded once, and a sum in float32 follows. dq would be rounded at every visit.
 #    </details>
-# 5. Suppose rung 1 computed Sᵀ = K_j Q_iᵀ, each warp with its own keys. Which product could take its operand straight from
-#    registers?
+# 5. Suppose `bwd_1_fa2` computed Sᵀ = K_j Q_iᵀ, each warp with its own keys. Which product could take its operand
+#    straight from registers?
 #    <details><summary>Answer</summary>
 #
 #    dV = Pᵀ dO and dK = dSᵀ Q: what Sᵀ and dPᵀ leave in registers is their first operand, as in 02b.

@@ -21,7 +21,7 @@
 # side.](../notebooks/figures/question_02d.png)
 #
 # - **Before you start:** 02b, tensor cores. Hopper is emulated here; speeds were measured on an H200.
-# - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: after part 2.
+# - **Time:** about 70 minutes to read, 60 minutes more with the exercises. To stop for today: after part 2.
 # - **Code:** `fwd_6_wgmma.cu`, `fwd_7_roles.cu` and `fwd_8_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
 
@@ -68,8 +68,8 @@ print(measured.rung("fwd_5_fa2", peer="sdpa-cudnn"))
 # the tensor cores work 55 % of the time, or 39 %. The datasheet, NVIDIA's table of the chip's peak speeds, says 989 TFLOP/s.
 # `fa2` reaches only 35 % of that, since its threads also copy tiles and fetch operands.
 #
-# On Hopper copies and products are *asynchronous*: a thread starts them and goes on. **TMA**, the copy engine, fetches
-# whole tiles. **wgmma** multiplies for a *warpgroup*, four warps.
+# On Hopper copies and products are *asynchronous*: a thread starts them and goes on. **TMA**, the *Tensor Memory
+# Accelerator*, is a copy engine that fetches whole tiles. **wgmma** multiplies for a *warpgroup*, four warps.
 #
 # **Claim 1.** If two warpgroups take turns at the tensor cores (**ping-pong**), one's softmax can hide under the other's
 # products. If both do the same at the same time (*lockstep*), each has half of a unit, and nothing hides. In a model:
@@ -80,8 +80,9 @@ figures.lockstep_and_ping_pong(tile_clocks)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### TMA: one thread asks for a box
 #
-# The host describes the tensor in a *tensor map*: where it lies, its strides, the size of a box. In the kernel one thread
-# asks for a box, and names a *barrier* in shared memory, which counts the bytes that come.
+# The host describes the tensor in a *tensor map*: where it lies, its strides, the size of a box. In the kernel one
+# thread asks for a box, and names a *barrier* in shared memory, which counts the bytes that come (PTX calls it
+# `mbarrier`).
 #
 # This kernel copies 16 rows of x (21 x 128), from row 13 on, and writes to y what it finds in shared memory. The first
 # time nobody waits. **Predict** what y holds each time.
@@ -112,17 +113,19 @@ for waits in (0, 1):
           f"{(y == 1).sum()} are 1, {(y == 0).sum()} are 0")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Without the wait the threads read what nobody has written yet: NaN here, anything on a GPU. With it eight rows of x are
-# there, and zeros for rows that x does not have. A tile lies in *slabs* of 64 columns, swizzled as in 02b.
+# Without the wait the threads read what nobody has written yet: NaN here, anything on a GPU. With it eight rows of x
+# are there, and zeros for rows that x does not have. A tile lies in *slabs*: its columns 0 to 63, then 64 to 127, each
+# swizzled as in 02b.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to wait: phases
 #
-# A barrier counts arrivals and bytes. When all have come, its **phase** ends and the next begins. Phases 0, 1, 2, 3 have
-# the *parities* 0, 1, 0, 1. A wait names a parity, a single bit: "has the last phase of this parity ended?"
+# A barrier counts arrivals and bytes. When all have come, its **phase** ends and the next begins. Phases 0, 1, 2, 3
+# have the *parities* 0, 1, 0, 1. A wait names a parity p, a single bit, and goes on if the running phase has the other
+# parity.
 #
-# **Claim 2.** A waiting thread has to tell two phases apart: the one that is running now and the one before. For that one
-# bit is enough, as long as no thread falls further behind. This kernel ends some phases, then waits:
+# **Claim 2.** A waiting thread has to tell two phases apart: the one that is running now and the one before. For that
+# one bit is enough, as long as no thread is two or more phases behind. This kernel ends some phases, then waits:
 
 # %% slideshow={"slide_type": "fragment"}
 PHASES = r"""#include "ptx.cuh"
@@ -142,9 +145,10 @@ print(figures.phases(PHASES))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A ring of stages
 #
-# One thread, the **producer**, copies tiles into a ring of **stages**, places for a tile. The **consumers** compute with
-# them. A stage has two barriers: `full` says that the bytes have come, `empty` that all consumers are done. A copy needs
-# an empty stage, a use a full one:
+# One thread, the **producer**, copies tiles into a ring of **stages**, here places for a tile (not stages of the
+# course). The **consumers** compute with them. A stage has two barriers: `full` says that the bytes have come, `empty`
+# that all consumers are done. A copy needs an empty stage, a use a full one. In the figure the consumer waits for tile
+# 1 after it has used tile 0, and so on (one *wait* is marked):
 
 # %% slideshow={"slide_type": "fragment"}
 def ring(stages, tiles=6, copy=3, use=2):
@@ -190,10 +194,10 @@ check("02.8", stage_and_parity)
 #
 # | lines | what | `wgmma` | `roles` | `hopper` |
 # |---|---|---|---|---|
-# | 2–5 | Q_i, K_j, V_j on their way | thread 0, in the loop | `Ring::load`, a thread of its own | a thread for each |
+# | 2–5 | Q_i, K_j, V_j on their way | thread 0, in the loop | `Ring::load`, a thread of its own | one producer thread each for Q, K and V |
 # | 7, 10 | S = Q_i K_jᵀ | `start_scores`, wait | same | `start` |
 # | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
-# | 11, 15 | O = alpha O + P V | `rescale`, `start_output`, wait | same | `start`, later `rescale` |
+# | 11, 15 | O = alpha O + P V | `rescale`, `start_output`, wait | same | `start`; `rescale` after the next softmax |
 # | 16 | the stage is empty | `__syncthreads` | `Ring::release` | same |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -208,29 +212,27 @@ show("fwd_6_wgmma", "wgmma_fence();", until="int64_t first =")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 7, `roles`: a producer
 #
-# In rung 6 all warpgroups wait for the slowest one, so that thread 0 can ask for the next tiles. In rung 7 one thread of
-# an additional warpgroup does nothing but load. The consumers call `get` before a product and `release` after it, and
-# none waits for another.
+# In `wgmma` all warpgroups wait for the slowest one, so that thread 0 can ask for the next tiles. In `roles` one
+# thread of an additional warpgroup does nothing but load. The consumers call `get` before a product, which waits on
+# `full`, and `release` after it, which arrives at `empty`. None waits for another.
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_7_roles", peer="sdpa-cudnn"))
-show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
+show("fwd_7_roles", "__device__ void load(const", until="// The consumers: waits")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 8, `hopper`: overlap and turns
 #
-# *Within* a warpgroup (switch OVERLAP): S of the next tile of keys is started together with O of the tile before, whose P
-# is ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `ping_pong.wait` lets one
-# group at a time start its products, `ping_pong.pass` lets the other one start behind them.
+# *Within* a warpgroup (switch OVERLAP): two products start together: Q_i Kᵀ with the next tile of keys, and P V with
+# the tile of keys before it, whose P is already known. The softmax of the new S then runs while O is computed.
+# *Between* warpgroups (PINGPONG): `ping_pong.wait` lets one group at a time start its products, `ping_pong.pass` lets
+# the other one start behind them.
 #
-# Blocks are *persistent*: each SM runs one block, which takes one tile of queries after the other. So the next tile is
-# loaded while the consumers finish this one.
+# Blocks are *persistent*: each SM runs one block, which takes one tile of queries after the other. So the next tile of
+# queries is loaded while the consumers finish this one.
 #
-# K, V and Q have a producer each. A single one would wait for room for V although there is room for the next K. Here are
-# the three producers. `round` counts the block's tiles of queries:
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_8_hopper", "int producer = uniform", until="} else {")
+# K, V and Q have a producer each, the first threads of three warps. One producer for all would have to wait for a free
+# V stage before it could load the next K.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** In which order does a warpgroup do the nine operations of a step? Ask of
@@ -247,8 +249,9 @@ def order_of_step():
 check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# And here is how a consumer starts its products. `beside` is false for a tile's first block of keys, which has no O before
-# it:
+# And here is how a consumer starts its products. `beside` is false where no O is left to compute, as at the start of a
+# block. A later tile of queries mostly begins beside the last O of the one before. (A *block of keys* in the comments
+# is a tile of keys, not a thread block.)
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_8_hopper", peer="sdpa-cudnn"))
@@ -266,8 +269,8 @@ show("fwd_8_hopper", "// Starts S of one block of keys,", until="auto finish_out
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
 #
-# The producer of rung 7 waits on `empty` for the other parity (`^ 1`). Here is the old line (-), and a new one (+) without
-# that. **Who waits for whom?**
+# The producer of `roles` waits on `empty` for the other parity (`^ 1`). Here is the old line (-), and a new one (+)
+# without that. **Who waits for whom?**
 #
 # <details><summary>Answer</summary>
 #

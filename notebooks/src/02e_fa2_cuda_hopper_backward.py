@@ -22,7 +22,7 @@
 #
 # - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, schedules). Hopper is emulated here;
 #   speeds were measured on an H200.
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 55 minutes to read, 60 minutes more with the exercises.
 # - **Code:** `bwd_1_fa2.cu`, `bwd_2_wgmma.cu` and `bwd_3_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -47,7 +47,8 @@ print(measured.rungs("bwd"))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # In `bwd_1` warps fetch every operand by `ldmatrix`, and shared memory is the limit: it gives 128 bytes a clock. wgmma
-# reads shared memory without `ldmatrix`. How high is the new *roof*, the speed if the busiest unit never rests?
+# reads shared memory without `ldmatrix`. How high is the new *roof*, the speed if the busiest unit never rests? (02b's
+# ceiling is the same, counted for shared memory alone.)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: bytes a clock
@@ -116,8 +117,8 @@ print(f"dQ's row 0 over all keys: {dQ[0, 0]:.2f} {dQ[0, 1]:.2f}")
 figures.five_products()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At D = 128 three of five products still take all of the bandwidth. Sᵀ saves no reads there, as dQ costs what dV and dK
-# save; but P is not stored.
+# At D = 128 three of five products still take all of the bandwidth. There dV and dK read 16 KiB less each with Sᵀ, but
+# dQ reads 32 KiB more. Still P is not stored.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -126,13 +127,13 @@ figures.five_products()
 #
 # | line | what | in `bwd_2_wgmma.cu` |
 # |---|---|---|
-# | 4 | delta, lse in base 2; dq = 0 | `attention_delta`, a kernel of its own |
+# | 4 | delta; lse for powers of two, as in 02b; dq = 0 | `attention_delta`, a kernel of its own |
 # | 5–7 | K_j, V_j by TMA; dK_j = dV_j = 0 | before the loop |
 # | 8–9 | Q_i, dO_i, lse_i, delta_i, one tile ahead | lambda `load_queries`, thread 0 |
 # | 10, 13 | Sᵀ = K_j Q_iᵀ, dPᵀ = V_j dO_iᵀ | `start_product`, two groups |
 # | 11 | Pᵀ, while dPᵀ is computed | `wgmma_wait<1>`, `mask`, `probabilities` |
 # | 14 | dSᵀ, also to shared memory | `wgmma_wait<0>`, `score_gradients`, `store_tile` |
-# | 15 | dQ_i, its half | `start_dQ`, `add_dQ` |
+# | 15 | dQ_i: each warpgroup 64 rows (D = 64) or 64 columns (D = 128) | `start_dQ`, `add_dQ` |
 # | 12, 16 | dV_j, dK_j, under `add_dQ` | `start_product`, from registers |
 # | 18 | dK_j, dV_j, written once | `store_rows` |
 #
@@ -142,7 +143,8 @@ figures.five_products()
 
 # %% slideshow={"slide_type": "subslide"}
 step = "barrier_wait(queries_full + stage"
-show("bwd_2_wgmma", step, until="__syncthreads();  // nobody still")
+show("bwd_2_wgmma", step, until="Global<float> dq_i = dq")
+show("bwd_2_wgmma", "start_dQ(dQ, dS_t", until="__syncthreads();  // nobody still")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # There is one barrier a step, where the warpgroups exchange dSᵀ. `fence_async` before it makes the stores visible to
@@ -161,7 +163,8 @@ for D in (64, 128):
     print(words)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Products and shared memory need nearly the same time. So a wait for one leaves the other idle, too.
+# Products and shared memory need nearly the same time. While the tensor cores wait for shared memory, or the reverse,
+# the time cannot be made up.
 #
 # ### Rung 3, `hopper`: K_j stays in registers
 #
@@ -184,9 +187,9 @@ for D in (64, 128):
     print(figures.gained("bwd_3_hopper", old, new, D))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# `bwd_3` keeps both at D = 64, and K_j alone at D = 128. By the roofs D = 64 should gain more, but D = 128 did: bytes are
-# not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j, which
-# needs no exchange, before the barrier.
+# `bwd_3` keeps both at D = 64, and K_j alone at D = 128. By the roofs D = 64 should become 1.10 times as fast and D =
+# 128 1.05 times; measured were 1.01 and 1.05. So bytes are not the only limit. Tensor cores also rest while both
+# warpgroups compute their softmax. So `bwd_3` starts dV_j, which needs no exchange, before the barrier.
 #
 # **A fixed order.** The blocks add to dq in the order in which they come, so its last bits vary. With
 # `deterministic=True` they take turns, at 0.85 to 0.92 of the speed. What else `bwd_3` does stands in "Going deeper",
@@ -203,8 +206,12 @@ for D in (64, 128):
 show("bwd_2_wgmma", "add_dQ")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.11: which rows of dQ a warp owns.** The last kernel, which rounds dq to 16 bits, restores rows and columns.
-# Where does (row, column) lie? `check("02.11")` writes a file that says how registers hold dQ_i.
+# **Exercise 02.11: which rows of dQ a warp owns.** A last, separate kernel rounds dq to 16 bits and restores rows and
+# columns. Where does (row, column) lie among the 8192 numbers of a tile? Each of the 8 warps has 1024 of them, those
+# of warp w from 1024 w on; warps 0 to 3 are the first warpgroup. At D = 64 a tile has 128 rows, and a warpgroup owns
+# 64 of them. At D = 128 it has 64 rows, and a warpgroup owns 64 columns. Of its 64 x 64 numbers each warp has 16 rows.
+# Lane t has the rows t / 4 (registers 4 i and 4 i + 1) and t / 4 + 8 (registers 4 i + 2 and 4 i + 3) of these, and of
+# each row the columns 8 i + 2 (t % 4) and the next one. `add_dQ` above says in which order registers go to memory.
 
 # %% slideshow={"slide_type": "fragment"}
 def dq_position(row, column, D):
@@ -227,8 +234,9 @@ print(planted.diffs("bwd_2_wgmma", figures.MISTAKES))
 # <details><summary>Answer</summary>
 #
 # Without the barrier, a warpgroup may compute dQ_i before the other one has stored its dSᵀ. In the emulation's usual
-# order both have stored by then. *Refused* are registers that are used while a product may write them, and a block that
-# ends before its products.
+# order both have stored by then. A thread that *reads* registers which a product may still write gets NaN in the
+# emulation, so a dPᵀ used too early spoils dq and dk. A thread that *writes* them is *refused*, as `mask` that writes
+# Sᵀ. So is a block that ends before its products or copies.
 #
 # </details>
 

@@ -137,6 +137,7 @@ def fragments(A, B):
         cells(ax, colours, lanes.tolist(), title=title, aspect=1, yticks=(0, 8), xticks=range(0, len(lanes[0]), 8))
         for i, j in (lanes == 5).nonzero().tolist():
             ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=INK, fill=False, lw=2))
+        ax.set(xlabel="column", ylabel="row")
     return picture(fig, """Grids of lane numbers, coloured by pair, lane 5 framed. In A, 16 x 16, it has columns 2, 3,
     10 and 11 of rows 1 and 9. In B, 16 x 8, it has rows 2, 3, 10 and 11 of column 1.""")
 

@@ -107,8 +107,8 @@ def phases(text):
 @pictured
 def ring_of_stages(copies, uses):
     """A ring of two stages. The producer copies tiles 0 to 5 back to back into stages 0, 1, 0, 1 ...; the
-    consumer uses each as soon as it has come. The parity of full flips when a copy ends, that of empty when a use
-    ends."""
+    consumer uses each as soon as it has come, and waits in between. The parity of full flips when a copy ends, that
+    of empty when a use ends."""
     fig, ax = subplots(figsize=(8.4, 3))
     last, found = uses[-1][1] + 1, []
     for y, spans in ((0, copies), (3, uses)):
@@ -117,6 +117,7 @@ def ring_of_stages(copies, uses):
             ends = [0, *(end for _, end in spans[stage::2]), last]  # a phase of full ends with a copy
             for n, (start, end) in enumerate(itertools.pairwise(ends)):
                 found.append((start, y + 1 + stage, end - start, 0.7, (FAINT, GREYS[1])[n % 2], n % 2))
+    found.append((uses[0][1], 3, uses[1][0] - uses[0][1], 0.7, "white", "wait"))
     boxes(ax, found)
     ax.set(xlabel="clock", xlim=(0, last), ylim=(5.9, -0.2), xticks=range(0, last, 2))
     ax.set_yticks([y + 0.35 for y in range(6)], ("producer", "full[0]", "full[1]", "consumer", "empty[0]", "empty[1]"))
