@@ -210,7 +210,7 @@ show("step04_ring/ring", "forward")
 # Notebook 00's dS is here $ds_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$, with $P_{ij} = e^{s_{ij} - \mathit{lse}_i}$ and
 # $\mathit{delta}_i = dO_i \cdot O_i$. Two numbers of the *whole row* enter, lse and delta.
 #
-# **Claim 3.** Compute each block's gradients with the final lse and out. Then add them: the sums are right. With a block's
+# **Claim 3.** Compute each block's gradients with the final lse and out. They are right, and are simply added. With a block's
 # own lse and out they are wrong:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -315,7 +315,7 @@ check("04.3", visible_part)
 #
 # <details><summary>Answer</summary>
 #
-# Both. Only in striped may a rank see keys of a *later* rank with a diagonal. So only striped shows `key_too_many`.
+# Both. Only in striped has a block with keys of a *later* rank a diagonal. So only striped shows `key_too_many`.
 #
 # </details>
 

@@ -268,8 +268,9 @@ figures.what_ranks_say(lambda: four_ranks.run(call, x, x, x))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Ranks that do not make the same call
 #
-# Ranks 1 and 3 see at once that a connection is gone, and name rank 2. Rank 0 may not have answered yet when the
-# program that started the ranks stops waiting, 5 s after the first failure. "Call 0" is what rank 2 had *written down
+# Ranks 1 and 3 see at once that a connection is gone, and name rank 2. Rank 0 waits until its timeout.
+# If it has not answered 5 s after the first failure, the program that started the ranks stops waiting, and says "no
+# answer"; otherwise rank 0 names rank 2, too. "Call 0" is what rank 2 had *written down
 # last*, before its first call. Ranks write four times a second where they stand, and rank 2 was killed before it wrote
 # that this call was done. So a dead rank's note may be older than its death.
 #
