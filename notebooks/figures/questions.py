@@ -277,9 +277,8 @@ def at_hand():
             ax.set_yticks([i + 0.5 for i in range(4)], range(4))
             ax.tick_params(length=0)
             ax.grid(False)
-            ax.set_title(f"{title}: {name}", fontsize=10, loc="left")
+            ax.set_title(f"{title}: {name}" + " in turn" * (title == "ring" and name != "Q"), fontsize=10, loc="left")
         column[1].set_xlabel("rank whose positions")
-    axes[1, 3].text(0.5, 1.5, "one after the other", fontsize=9, rotation=90, ha="center", va="center")
     axes[1, 3].annotate("", (1.4, 3.5), (0.4, 3.5), arrowprops={"arrowstyle": "->", "lw": 1.6, "color": INK})
     for ax in axes[:, 0]:
         ax.set_ylabel("head")

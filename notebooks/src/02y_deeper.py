@@ -17,7 +17,7 @@
 # *Which ideas make rung `hopper` fast, what does each of them bring, and which ideas brought nothing?*
 #
 # - **Before you start:** notebooks 02d and 02e; a section's first line says which part. Each section can be read alone.
-# - **Time:** about 95 minutes to read, 60 minutes more with the exercise; stop for today after section 3 or 6. Nothing here needs a GPU. Speeds are an H200's.
+# - **Time:** about 75 minutes to read, 60 minutes more with the exercise; stop for today after section 3 or 6. Nothing here needs a GPU. Speeds are an H200's.
 # - **Code:** [`fwd_8_hopper.cu`](../steps/step02_fa2_cuda/fwd_8_hopper.cu),
 #   [`bwd_3_hopper.cu`](../steps/step02_fa2_cuda/bwd_3_hopper.cu), and what draws,
 #   [`n02y_deeper.py`](../steps/course/figures/n02y_deeper.py).

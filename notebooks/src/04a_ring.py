@@ -20,7 +20,7 @@
 # from the last rank back to the first.](../notebooks/figures/question_04a.png)
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta). Nothing about distributed programs.
-# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 55 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md). No GPU is needed.
 # - **Tests:** `pytest tests/test_step04_ring.py`.
 # - **Symbols:** in this stage S is the length of the sequence, N the number of devices, and $s_{ij}$ a score
@@ -40,7 +40,8 @@ print(steps.engine.describe())
 # ## 1. The memory of one device
 #
 # No stage so far stores a matrix of all scores. q, k, v, out and lse grow only like the length S of the sequence, but
-# every layer keeps them until the backward. Take 32 layers with H = 32 heads, Hk = 8 heads of K and V, and D = 128.
+# each of the 32 layers must keep its own until the backward has used them. Here H = 32 heads, Hk = 8 heads of K and V, and
+# D = 128.
 
 # %% slideshow={"slide_type": "fragment"}
 layers, H, Hk, D, mlp = 32, 32, 8, 128, 14336  # mlp: the width of the layers' MLP
@@ -53,15 +54,16 @@ for S in (2**13, 2**17, 2**20):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: the keys travel
 #
-# At a million tokens attention keeps 691.5 GB, and an H200 has 141. The rest keeps five times as much. But norms and the MLP
-# treat each token alone, and need nothing of other tokens. So the *sequence* is divided: each of N devices, called **ranks**, holds S / N of the S
-# positions. Only attention needs more than its own tokens: a query needs keys that lie on other ranks.
+# At a million tokens attention keeps 691.5 GB, and an H200 has 141. The rest keeps five times as much. But norms and
+# the MLP treat each token alone, and need nothing of other tokens. So the *sequence* is divided: each of N devices,
+# called **ranks**, holds S / N of the S positions. Only attention needs more than its own tokens: a query needs keys
+# that lie on other ranks.
 #
 # ### Merging two results
 #
-# One query has attended to the keys A on rank 0, and to the keys B on rank 1. Write $o$ for a part's out and $\ell$ for its
-# lse, the log of its sum of exponentials. Then $e^{\ell_A} o_A = \sum_A e^{s_j} v_j$ is the sum before the division. Add
-# both sums, and divide by $e^{\ell_A} + e^{\ell_B}$:
+# One query has attended to the keys A on rank 0, and to the keys B on rank 1. Write $o$ for a part's out and $\ell$ for
+# its lse, the log of its sum of exponentials. For one part, $e^{\ell_A} o_A = \sum_A e^{s_j} v_j$ is the sum that was
+# not divided yet. Add both sums, and divide by $e^{\ell_A} + e^{\ell_B}$:
 #
 # $$\ell = \log(e^{\ell_A} + e^{\ell_B}) \qquad w = e^{\ell_B - \ell} \qquad o = (1 - w)\, o_A + w\, o_B$$
 #
@@ -126,7 +128,7 @@ check("04.1", merge)
 # The first block of scores does not need the message. So a rank posts the hop, computes with the keys that it has, and
 # only then waits: **overlap**.
 #
-# **Predict.** A hop takes h, a block b. How long do two blocks and the hop take without overlap, and with it?
+# **Predict.** A hop takes h ms, a block b ms. How long do two blocks and the hop take without overlap, and with it?
 #
 # <details><summary>Answer</summary>
 #
@@ -134,8 +136,9 @@ check("04.1", merge)
 #
 # </details>
 #
-# `figures.ranks` starts processes with the stage's `launch.Ranks`; they send messages by torch's library for CPUs. In the test
-# a block only sleeps for 100 ms, as a processor may while its GPU computes.
+# `figures.ranks` starts processes with the stage's `launch.Ranks`; they send messages by torch's library for CPUs. In
+# the test a block only sleeps for 100 ms. The sleep stands for a GPU that computes while the CPU is free. In the
+# listing a `P2POp` describes one message; `batch_isend_irecv` starts both and returns at once.
 
 # %% slideshow={"slide_type": "fragment"}
 two_ranks = figures.ranks(2)
@@ -176,8 +179,8 @@ print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 # Follow rank 1, whose last query is query 5. In step 0 it has its own keys: B's result. In step 1 rank 0's keys have
 # arrived: A's result. Merged, that is (6.83, 1.34) again.
 #
-# A rank holds two pairs of K and V, the one at hand and the one that is arriving: 2 / N of all. There are N blocks and
-# N - 1 hops.
+# A rank holds two pairs of K and V, the one at hand and the one that is arriving. So a rank stores 2 / N of all K and V.
+# There are N blocks and N - 1 hops.
 #
 # ### Line by line
 #
@@ -189,6 +192,10 @@ print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 # | [6–8] merge | `merge.py`: `merge` |
 #
 # In the function, `src` is the rank whose keys have come, and `work` says which of them the causal mask lets us see.
+# `transport` is how keys travel: here **relay**, the hops from neighbour to neighbour. (04b explains another, *fetch*.)
+# The stage's `attention`, which calls this, first lets the ranks compare their arguments. If they differ, each raises an
+# error that names the argument.
+#
 # The six tokens go through it in two processes:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -200,11 +207,11 @@ show("step04_ring/ring", "forward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. The backward
 #
-# Notebook 00 has $dS_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$, with $P_{ij} = e^{s_{ij} - \mathit{lse}_i}$ and
+# Notebook 00's dS is here $ds_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$, with $P_{ij} = e^{s_{ij} - \mathit{lse}_i}$ and
 # $\mathit{delta}_i = dO_i \cdot O_i$. Two numbers of the *whole row* enter, lse and delta.
 #
-# **Claim 3.** With the final lse and out every block's gradients are right, and are simply added. With a block's own they
-# are wrong:
+# **Claim 3.** Compute each block's gradients with the final lse and out. They are right, and are simply added. With a block's
+# own lse and out they are wrong:
 
 # %% slideshow={"slide_type": "fragment"}
 dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
@@ -263,14 +270,16 @@ figures.who_computes()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Contiguous**: rank 3 alone. **Zigzag** gives each rank an early and a late chunk: in every step all do equally much.
-# **Striped** deals positions like cards, nearly as good.
+# **Striped** deals positions like cards. Add the scores of the slowest rank over the steps: zigzag has 9, striped 12,
+# contiguous 15. With two positions a rank striped needs 12 where zigzag needs 9; with thousands the two are nearly equal.
 #
-# Contiguous ranks have blocks of S / N queries and keys. A block counts as 1, and one on the diagonal, half of which is
-# hidden, as 1/2. The last rank has N - 1/2 blocks to compute, the mean rank N / 2. So the mean rank computes N / (2N - 1) of
-# the time: 4/7 with four ranks.
+# Contiguous ranks have blocks of S / N queries and keys. A block counts as 1. A large block on the diagonal counts as
+# 1/2, as half of it is hidden. (The figure's small ones show 3 scores of 4.) The last rank has N - 1/2 blocks to
+# compute, the mean rank N / 2. So the mean rank computes N / (2N - 1) of the time: 4/7 with four ranks.
 #
-# The timelines are a model: blocks and messages are as fast as recorded on H200s. A bar's colour says whose keys it
-# computes with. A hop begins when both of its ranks have posted it.
+# The timelines are a model of relay: blocks and messages are as fast as recorded on H200s, and run beside each other. (On
+# GPUs relay's do not quite: 04b, part 6.) A bar's colour is the owner of the keys. A hop starts when sender and receiver
+# have both posted it. The black line belongs to the receiver.
 
 # %% slideshow={"slide_type": "fragment"}
 n04x_deeper.timeline("contiguous")
@@ -281,8 +290,8 @@ n04x_deeper.timeline("zigzag")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 04.3: which part each rank computes
 #
-# Write the table behind `work`: which of rank me's q queries see which of rank src's k keys, and whether there is a
-# diagonal. The figure of 8 positions has the answer for q = k = 2.
+# Write the table behind `work`: which queries of rank me see which keys of rank src, and whether there is a diagonal.
+# (q, k, early_q and early_k are counts here.) The figure of 8 positions has the answer for q = k = 2.
 
 # %% slideshow={"slide_type": "fragment"}
 def visible_part(kind, me, src, q, k, early_q, early_k):
@@ -306,7 +315,7 @@ check("04.3", visible_part)
 #
 # <details><summary>Answer</summary>
 #
-# Both. `key_too_many` is seen in striped alone, where a later rank's keys have a diagonal. (A dash: all results are right.)
+# Both. Only in striped has a block with keys of a *later* rank a diagonal. So only striped shows `key_too_many`.
 #
 # </details>
 
@@ -330,12 +339,15 @@ def key_too_many(layout, me, src, work=Layout.work):
 
 print(figures.mistakes_seen(no_diagonal, key_too_many))
 
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# A dash: all results are right.
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Two or four H200 share the forward of a causal sequence of 32k positions. Efficiency is the time of one GPU, divided by
-# the number of GPUs and by the ring's time. Each ring took turns with one GPU, so each line has its own time of one GPU.
-# **How much do you expect of contiguous, how much of zigzag?**
+# Two or four H200 share the forward of a causal sequence of 32k positions, over fetch, the faster transport. Efficiency
+# is the time of one GPU, divided by the number of GPUs and by the ring's time. Each ring took turns with one GPU, so
+# each line has its own time of one GPU. **How much do you expect of contiguous, how much of zigzag?**
 #
 # <details><summary>Answer</summary>
 #
@@ -350,7 +362,7 @@ print(figures.layouts_measured())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - (out, lse) says all of the keys seen so far; two such pairs merge exactly, in any order.
+# - (out, lse) is all that must be kept of the keys seen so far; two such pairs merge exactly, in any order.
 # - Queries stay, keys and values travel: N blocks, N - 1 hops, each posted before the block that hides it.
 # - The backward uses the final lse and delta in every block, and the ring turns round.
 # - The slowest rank of a step sets the pace. Under a causal mask contiguous wastes up to half, zigzag nothing.

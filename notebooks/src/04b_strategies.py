@@ -21,9 +21,9 @@
 # time.](../notebooks/figures/question_04b.png)
 #
 # - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
-# - **Time:** about 45 minutes to read, 60 minutes more with the exercise.
-# - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. Speeds are
-#   recorded ones of two and four GPUs; no GPU is needed.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercise.
+# - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. No GPU is
+#   needed.
 # - **Tests:** `pytest tests/test_step04_strategies.py tests/test_step04_faults.py`.
 # - **Symbols:** as in 04a, S is the length of the sequence, and N the number of ranks
 #   ([reference/symbols.md](../reference/symbols.md)). **Terms:** [reference/glossary.md](../reference/glossary.md).
@@ -49,12 +49,12 @@ print(steps.engine.describe())
 #
 # tokens on: work grows like c², bytes like c. B, D and the number of ranks cancel.
 #
-# The backward has 2.5 times the operations. It moves K and V again, and dK and dV beside them. If these are float32, it moves
-# 3 times the forward's bytes, and the factor 2 becomes 2 · 3 / 2.5 = 2.4. If they are bfloat16, it moves twice the bytes, and
-# the factor is 2 · 2 / 2.5 = 1.6. (The page on [the paper](../papers/ring_attention.md) has c ≥ F / W: there all of a block's
-# scores are visible.)
+# A **transport** is how K and V travel. **Relay** is 04a's hops; with **fetch** (part 3) each rank copies K and V from
+# their owner. The backward has 2.5 times the operations. K and V are 1 unit of bytes. dK and dV are 2 units in float32
+# (relay): 3 in all, factor 2 · 3 / 2.5 = 2.4. In bfloat16 (fetch) they are 1: 2 in all, factor 1.6. ([The
+# paper](../papers/ring_attention.md) has c ≥ F / W: there all of a block's scores are visible.)
 #
-# F was measured on one H200, W on two, over two *transports* that part 3 explains. The cell has Hk = H.
+# F was measured on one H200, W on two. The cell has Hk = H.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.tokens_needed())
@@ -66,8 +66,8 @@ print(figures.tokens_needed())
 # ## 2. Something has to travel
 #
 # A score needs a query and a key in one place. Either the keys come to the queries (**query-parallel**: all at once;
-# **ring**: one rank's after the other), or the queries go to the keys (**star**), or both go where their *head* is
-# (**Ulysses**).
+# **ring**: one rank's after the other), or the queries go to the keys (**star**), or both go to the rank that computes
+# their *head* (**Ulysses**).
 #
 # Six tokens on two ranks. The first head has the numbers of notebook 00, the second its keys and values in reverse:
 
@@ -93,7 +93,7 @@ ways = {  # rank 1's out
     "query-parallel": step00.forward(q[1], torch.cat(k, 1), torch.cat(v, 1))[0],
     "ring": joined([step00.forward(q[1], k[src], v[src]) for src in (1, 0)]),
     "star": joined([step00.forward(torch.cat(q, 1), k[r], v[r]) for r in (0, 1)])[:, 3:],
-    "Ulysses": torch.stack([step00.forward(Q[h], K[h], V[h])[0] for h in (0, 1)])[:, 3:],
+    "Ulysses": torch.stack([step00.forward(Q[i], K[i], V[i])[0] for i in (0, 1)])[:, 3:],
 }
 for name, out in ways.items():
     print(f"{name:14} rank 1, query 5: head 0 {out[0, 2]}, head 1 {out[1, 2]}")
@@ -106,13 +106,13 @@ for name, out in ways.items():
 #
 # | strategy | what moves | a rank sends, forward | holds beside its own | limit |
 # |---|---|---|---|---|
-# | query-parallel | K, V to everybody | (N - 1) kv | N kv | not striped |
-# | ring | K, V from rank to rank | (N - 1) kv | 2 kv | – |
+# | query-parallel | K, V to everybody | (N - 1) kv | 2 N kv | not striped |
+# | ring | K, V from rank to rank | (N - 1) kv | 2 kv, float32 out, parts to merge: up to 8 q | – |
 # | star | queries to everybody, results home | about (N - 1) · 2 q | up to 3 N q | no backward |
 # | Ulysses | positions against heads | (N - 1) / N · (2 q + kv) | 5 q + kv | N divides H and Hk |
 #
-# Ulysses sends only what belongs to other ranks' heads. As q and kv shrink like 1 / N, a rank sends *less*, the more ranks
-# there are.
+# Ulysses sends only what belongs to other ranks' heads. S is fixed, so q and kv are proportional to 1 / N, and (N - 1) / N
+# stays below 1: a rank sends *less* with more ranks.
 #
 # **Predict.** With grouped heads, Hk = H / 4, which of the four send less than with Hk = H?
 #
@@ -135,8 +135,7 @@ for name, out in ways.items():
 show("step04_ring/strategies/lesson_5_ulysses", "forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# On four ranks, S = 256, H = Hk = 4, D = 16 in float32, the formulas give what the busiest rank sends. (A test counts what four
-# processes really send, and finds the same to the byte.)
+# On four ranks, S = 256, H = Hk = 4, D = 16 in float32, the formulas give what the busiest rank sends.
 
 # %% slideshow={"slide_type": "fragment"}
 layout = Layout("zigzag", 256, 4, causal=True)
@@ -148,20 +147,21 @@ for name in ("query_parallel", "ring", "star", "ulysses"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The ring's other transport: fetch
 #
-# The hops of 04a are the transport **relay**: keys go from neighbour to neighbour. On a GPU each hop is a kernel of NCCL,
-# NVIDIA's library for messages between GPUs, and occupies multiprocessors.
+# On a GPU each of relay's hops is a kernel of NCCL, NVIDIA's library for messages between GPUs, and occupies
+# multiprocessors.
 #
-# Inside a host every GPU can read the memory of the others. With **fetch** ([`fetch.py`](../steps/step04_ring/fetch.py)) each
-# rank copies K and V from their *owner*, by the GPU's **copy engine**, a unit that only copies. A **barrier**, which no rank
+# Inside a host every GPU can read the memory of the others. In **fetch** ([`fetch.py`](../steps/step04_ring/fetch.py)) a
+# rank's copies are made by the GPU's **copy engine**, a unit that only copies. A **barrier**, which no rank
 # passes before all have come, makes sure that the keys are there. In the backward each rank copies its part of dK and dV to
 # the owner, which adds the parts in float32.
 #
-# **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order; two streams run beside
-# each other. The blocks are in torch's current stream, copies and barrier in a second one, the *side*
-# ([`side.py`](../steps/step04_ring/ranks/side.py)). Between streams only an **event** keeps an order: one stream notes it, the
-# other waits for it. `lead` lets the block wait until its K and V have been copied; `follow` lets the copy into a buffer
-# wait until a block has read what was there. Without one of them the results are wrong now and then, and nothing
-# complains. So a test leaves out each wait in turn, and looks for two accesses to the same bytes that no event orders.
+# **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order; two streams run
+# beside each other. The blocks are in torch's current stream, copies and barrier in a second one, the *side*
+# ([`side.py`](../steps/step04_ring/ranks/side.py)). Between streams only an **event** keeps an order: one stream notes
+# it, the other waits for it. `mark` notes one on the side. `lead` lets the block wait for a mark, until its K and V
+# have been copied. With `follow` the next copy into a buffer waits until the block has read the old keys. Without one
+# of these waits the results are wrong now and then, and nothing complains. (`wanted` are the ranks to fetch from,
+# `free` two buffers; `in_a_graph` is for [04x](04x_deeper.ipynb).)
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/fetch", "side.copy((mine[0]", until="if missing")
@@ -178,8 +178,8 @@ show("step04_ring/fetch", "side.copy((mine[0]", until="if missing")
 # - **Gradients** of the weights are summed over the ranks, once, after the backward. (With FSDP:
 #   [04x](04x_deeper.ipynb).)
 #
-# [`in_your_model.py`](../steps/step04_ring/in_your_model.py) has a decoder of two layers and 37 tokens. Four ranks run it on
-# their shards, and compare loss and gradients with one device.
+# [`in_your_model.py`](../steps/step04_ring/in_your_model.py) has a decoder of two layers and 37 tokens. Four ranks run
+# it on their shards, and compare loss and gradients with one device.
 
 # %% slideshow={"slide_type": "fragment"}
 for rank in range(2):
@@ -215,8 +215,8 @@ check("04.4", of_rank)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Check it, then break it
 #
-# The differences so far were rounding. Now one of the places is wrong on four ranks. **Which mistake would you notice from
-# the loss alone?**
+# The differences so far were rounding. Now one of three places is wrong on four ranks: positions, labels or loss.
+# **Which mistake would you notice from the loss alone?**
 #
 # <details><summary>Answer</summary>
 #
@@ -237,16 +237,18 @@ figures.mistakes_in_a_model()
 # ## 6. Predict, then measure
 #
 # Two and four H200 of one host, causal zigzag. **At which lengths does the ring over fetch keep about nine tenths of the
-# GPUs' speed? How does relay do, whose forward moves the same bytes at 0.89 of the rate?**
+# GPUs' speed? In the forward relay sends the same bytes, at 0.89 of fetch's rate. How much slower is its ring?**
 #
 # <details><summary>Answer</summary>
 #
-# At 32k and 128k. At 8k a rank of four has 2k tokens, fewer than needed, and the host takes longer than the GPU
-# ([04x](04x_deeper.ipynb)). Relay is slower everywhere, and falls behind where a block is short.
+# At 32k and 128k. At 8k a rank of four has 2k tokens, fewer than needed, and the host, the CPU that starts all
+# kernels, takes longer than the GPU ([04x](04x_deeper.ipynb)). Relay's ring is slower everywhere: its
+# forward + backward on four, Hk = H, takes 47 % longer at 32k and 7 % at 128k.
 #
 # </details>
 #
-# "torch" is torch's own `context_parallel`. Here is forward + backward, Hk = H:
+# "torch" is torch's own `context_parallel`: "allgather" first collects all keys, "alltoall" passes them on in a ring.
+# Here is forward + backward, Hk = H:
 
 # %% slideshow={"slide_type": "fragment"}
 ring_tables.efficiency()
@@ -258,9 +260,9 @@ ring_tables.efficiency()
 print(ring_tables.shown("speed", ring_tables.recorded("H200", n_gpus=4)))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch, four GPUs have an efficiency of 0.86 to 0.98 from 32k on, where `context_parallel` has 0.40 to 0.82. The one
-# GPU beside them adds to dQ in any order. The ring adds in a fixed order, so that dq is bit-equal from run to run. Where
-# both add in the same order, it has 0.88 to 1.00 on four, and 0.96 to 0.99 on two ([04x](04x_deeper.ipynb)).
+# Over fetch, four GPUs have an efficiency of 0.86 to 0.98 from 32k on, where `context_parallel` has 0.40 to 0.82. The
+# single GPU may add to dQ in any order, which is faster. The ring uses a fixed order. If both use the same order, it
+# has 0.88 to 1.00 on four, and 0.96 to 0.99 on two ([04x](04x_deeper.ipynb)).
 #
 # ### Is the hop hidden?
 #
@@ -270,10 +272,9 @@ print(ring_tables.shown("speed", ring_tables.recorded("H200", n_gpus=4)))
 ring_tables.recorded_call()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch the copies of the other ranks' keys run beside the blocks, and each block begins when the one before it ends.
-# Only the second waits a little, because the first copy waited for all ranks. Over relay NCCL's kernel begins when a block
-# ends, although the hop was posted before. It needs free multiprocessors, and probably the block had taken them all. (Pale:
-# kernels that copy or merge.)
+# Over fetch the copies of the other ranks' keys run beside the blocks, and a block begins when, or soon after, the one
+# before it ends. Over relay NCCL's kernel begins when a block ends, although the hop was posted before. It needs free
+# multiprocessors, and probably the block had taken them all. (Pale: kernels that copy or merge.)
 #
 # This is one call; on average of six, 14 % of relay's moving was hidden and 85 % of fetch's. So a hop is hidden if the
 # block takes longer, *and* leaves room for whatever starts the hop.
@@ -285,7 +286,7 @@ ring_tables.recorded_call()
 # | all ranks on one host | ring, fetch | at 32k and 128k the fastest of the five on two and four H200, or within 2 % of it |
 # | several hosts, c ≥ 2 (F/W)(Hk/H) with the network's W | ring, relay | a hop takes no longer than a block |
 # | fewer tokens a rank, and N divides H and Hk | Ulysses | sends less, the more ranks there are |
-# | fewer tokens a rank, N does not divide Hk, N kv fits | query-parallel | few K/V heads are few bytes |
+# | fewer tokens a rank, N does not divide Hk, 2 N kv fits | query-parallel | few K/V heads are few bytes |
 # | a few new tokens, many keys | star | results are smaller than keys |
 #
 # The first line is measured, in [04x](04x_deeper.ipynb). The others follow from the bytes of parts 1 and 2. On your
@@ -311,7 +312,7 @@ ring_tables.recorded_call()
 #
 #    Half of the ranks would have no head of K and V.
 #    </details>
-# 3. The batch doubles. What happens to the break-even c?
+# 3. The batch doubles. What happens to the c from which a block hides its message?
 #    <details><summary>Answer</summary>
 #
 #    Nothing: work and bytes both double.

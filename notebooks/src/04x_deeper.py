@@ -18,9 +18,10 @@
 # ranks say when one of them fails?*
 #
 # - **Before you start:** notebooks 04a and 04b. Each section can be read alone.
-# - **Time:** about 40 minutes to read, in six sections. Nothing here needs a GPU.
+# - **Time:** about 45 minutes to read, in six sections. Nothing here needs a GPU.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), and what counts and draws,
-#   [`n04x_deeper.py`](../steps/course/figures/n04x_deeper.py) and [`ring_tables.py`](../steps/course/figures/ring_tables.py).
+#   [`n04x_deeper.py`](../steps/course/figures/n04x_deeper.py) and
+# [`ring_tables.py`](../steps/course/figures/ring_tables.py).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
@@ -40,9 +41,9 @@ print(steps.engine.describe())
 #
 # <details><summary>Answer</summary>
 #
-# A block's rounding enters with the block's weight, and the weights add up to 1: the error stays level. The merged out is
-# rounded as a whole, once a step, so its error grows with the number of ranks. Rounding lse too is worse, as an error in
-# lse is a *relative* error of the weights.
+# A block's rounding enters with the block's weight, and the weights add up to 1: the error does not grow with N. The
+# merged out is rounded as a whole, once a step, so its error grows with the number of ranks. Rounding lse too is worse:
+# an absolute error d in lse changes each weight by the factor $e^d$.
 #
 # </details>
 
@@ -104,8 +105,9 @@ print(ring_tables.shown("strategies", ring_tables.recorded("H200", n_gpus=4)))
 # ### How to read it
 #
 # At 32k the ring over fetch is the fastest. At 128k it is, too, but for forward + backward with Hk = 8: there Ulysses takes
-# 218 ms and the ring 222, which adds to dQ in a fixed order. At 8k all wait for the host, and whoever asks the GPU for the
-# fewest things is in front. On two H200 the ring over fetch was the fastest at every size.
+# 218 ms and the ring 222, which adds to dQ in a fixed order. At 8k all wait for the **host**, the CPU that starts all
+# kernels: whoever asks the GPU for the fewest things is in front. This table is of another run than 04b's:
+# from 32k on, the rings' times differ by up to 12 %. On two H200 the ring over fetch was the fastest at every size.
 #
 # ### A single new token
 #
@@ -159,8 +161,8 @@ print(ring_tables.shown("predictions", ring_tables.recorded()))
 #
 # On two GPUs all are within a tenth, and on four at 128k. At 32k on four, relay's forward takes longer than the model says:
 # a hop of NCCL's took 0.84 to 1.00 ms there (04b's picture), twice the model's time, which is that between two. And
-# forward + backward takes less: most of the difference is the price of the order, which is taken from another race, where
-# the same ring over fetch took 14.5 ms instead of 13.5.
+# forward + backward takes less. Most of the difference comes from one number: the cost of the fixed order (section 4) was
+# measured in another run, where the ring over fetch took 14.5 instead of 13.5 ms.
 #
 # Now ask it what cannot be tried here: hosts of 8 GPUs, and between them a network with the
 # whole, a quarter or a sixteenth of the speed of relay's link. **What happens to the efficiency with the second host, and
@@ -186,9 +188,9 @@ for part in (1, 4, 16):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to read it
 #
-# Efficiency may come near 1, or pass it. It is measured against one GPU with the whole causal sequence, whose kernel is slower
-# with a mask up to 8k, while most of the ring's blocks have none. The model leaves out links that several messages
-# share, and the multiprocessors that NCCL takes from a block.
+# Efficiency may come near 1, or pass it. It is measured against one GPU with the whole causal sequence, whose kernel is
+# slower with a mask up to 8k, while most of the ring's blocks have none. The model leaves out links that several
+# messages share, and the multiprocessors that NCCL takes from a block.
 #
 # ### And the results?
 #
@@ -205,8 +207,8 @@ print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0
 # ## 4. A fixed order, a CUDA graph, a million tokens
 #
 # This section needs 04b's table of speed. There the ring over fetch has 0.89 to 0.92 of four GPUs in forward + backward
-# from 32k on. But the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside
-# it does not. What remains if both do the same?
+# from 32k on. (The table below is another run, where it has 0.84 to 0.90.) But the ring adds to dQ in a fixed order, so
+# that dq is bit-equal from run to run, and the one GPU beside it does not. What remains if both do the same?
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_tables.shown("orders", ring_tables.recorded("H200")))
@@ -214,11 +216,12 @@ print(ring_tables.shown("orders", ring_tables.recorded("H200")))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to read it
 #
-# Two pairs compare like with like: the ring against one GPU where both add in any order (the first number of "any order"), and
-# where both add in a fixed order (the second of "fetch"). These are between 0.96 and 0.99 on two GPUs, and between 0.88 and
-# 1.00 on four. So what the ring seemed to lose is mostly the price of the order, not of the
-# hops. At 128k with Hk = 32 the order makes the call of four GPUs 9 % longer (225 ms for 206), and that of one GPU 8 % (840
-# for 781).
+# Two pairs compare like with like: the ring against one GPU where both add in any order (the first number of "any
+# order"), and where both add in a fixed order (the second of "fetch"). These are between 0.96 and 0.99 on two GPUs, and
+# between 0.88 and 1.00 on four. So on two GPUs most of what the ring seemed to lose is the price of the order, not of
+# the hops. On four it is more than half, compared in any order, but a quarter to about a half, compared in a fixed
+# order: with Hk = 8 at 32k, 0.84 becomes 1.00 or 0.88. At 128k with Hk = 32 the order makes the call of four GPUs 9 %
+# longer (225 ms for 206), and that of one GPU 8 % (840 for 781).
 #
 # And what does the ring cost at 8k if Python is out of the way? A **CUDA graph** records the launches of a call once, and
 # replays them without the host:
@@ -227,13 +230,14 @@ print(ring_tables.shown("orders", ring_tables.recorded("H200")))
 print(ring_tables.shown("graphs", ring_tables.recorded()))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# On four GPUs a rank has a quarter of a millisecond of work for a forward. The host needs far longer to ask for it: as a
+# On four GPUs a rank has a fifth of a millisecond of work for a forward. The host needs far longer to ask for it: as a
 # graph the forward took 0.23 and 0.19 of the time, and forward + backward 0.32 and 0.27. Then the efficiency of forward +
 # backward is 0.50 and 0.58 instead of 0.16 and 0.15. The rest are hops that nothing hides.
 #
-# In a graph nothing is in order but what waits for something else. One graph that was tried was slower than no graph: it started the
-# first block together with the copy of the rank's own K and V. That block took all multiprocessors, so the next small kernel,
-# and behind it the hop, waited until the block ended. Now the block waits for the barrier in front of the hop (`fetch.py`).
+# In a graph two launches have an order only if one waits for the other. One graph that was tried was slower than no
+# graph: it started the first block together with the copy of the rank's own K and V. That block took all
+# multiprocessors, so the next small kernel, and behind it the hop, waited until the block ended. Now the block waits
+# for the barrier in front of the hop (`fetch.py`).
 #
 # Once the ring was also run at a million positions, with 8 query heads and 2 heads of K and V, on two and on four H200:
 # 1.70 and 0.89 seconds forward, 6.87 and 3.38 forward + backward. Each of the four did 630 and 582 TFLOP/s.
@@ -241,9 +245,11 @@ print(ring_tables.shown("graphs", ring_tables.recorded()))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. With FSDP and tensor parallelism
 #
-# The ring is one dimension of a `DeviceMesh`: pass `group=mesh["context"].get_group()` to `attention`. **FSDP** divides the
-# weights over all ranks, and averages gradients. So each rank's loss, which is divided by all labels, has to be multiplied
-# by the number of ranks. **Tensor parallelism** divides the heads: T rings with H / T and Hk / T of them, at the same c.
+# A `DeviceMesh` is torch's grid of ranks, with a name for each dimension. The ring is one dimension: pass
+# `group=mesh["context"].get_group()` to `attention`. **FSDP** divides the weights over all ranks, and averages
+# gradients. So each rank's loss, which is divided by all labels, has to be multiplied by the number of ranks. **Tensor
+# parallelism** divides the heads. With T-way tensor parallelism there are T rings, each with H / T query heads and Hk /
+# T key heads, at the same c.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. When a rank fails
@@ -262,9 +268,11 @@ figures.what_ranks_say(lambda: four_ranks.run(call, x, x, x))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Ranks that do not make the same call
 #
-# The neighbours of rank 2 see at once that a connection is gone. Rank 0 waits until its timeout, and names rank 2 all the
-# same. "Call 0" is what rank 2 had *written down last*, before its first call. Ranks write four times a second where they
-# stand, and rank 2 was killed before it wrote that this call was done. So a dead rank's note may be older than its death.
+# Ranks 1 and 3 see at once that a connection is gone, and name rank 2. Rank 0 waits until its timeout.
+# If it has not answered 5 s after the first failure, the program that started the ranks stops waiting, and says "no
+# answer"; otherwise rank 0 names rank 2, too. "Call 0" is what rank 2 had *written down
+# last*, before its first call. Ranks write four times a second where they stand, and rank 2 was killed before it wrote
+# that this call was done. So a dead rank's note may be older than its death.
 #
 # Another failure is silent in many programs: ranks that do not make the same call. If the messages fit, the results are
 # wrong. So every call is compared, here on two ranks that both bring four positions, while they say that S is nine:
@@ -273,5 +281,5 @@ figures.what_ranks_say(lambda: four_ranks.run(call, x, x, x))
 figures.what_ranks_say(lambda: figures.ranks(2).run(partial(forward, S=9), x, x, x))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Try it.** ★ (15 minutes) Let rank 1 sleep instead: `steps/step04_ring/ranks/watch.py` says how a rank that is slow is told
-# from one that hangs.
+# **Try it.** ★ (15 minutes) Let rank 1 sleep instead: `steps/step04_ring/ranks/watch.py` says how a rank that is slow
+# is told from one that hangs.

@@ -29,7 +29,8 @@ def phases_and_roles():
     for n in range(5):
         at = 8 * n  # when consumer 0 starts the products of tile n; consumer 1 starts its own 4 later
         bar(0, at - 5, at - 1, COLOURS[3], f"pair {n}")
-        bar(1 + n % 2, at - 1, at + 11, FAINT, f"pair {n}: phase {n // 2}")
+        if n < 4:  # Pair 3 is cut off where the picture ends.
+            bar(1 + n % 2, at - 1, min(at + 11, 32), FAINT, f"pair {n}: phase {n // 2}")
         for row, start in ((3, at), (5, at + 4)):
             bar(row, start, start + 2, COLOURS[0], f"S{n}")
             if n > 0:

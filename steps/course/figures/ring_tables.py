@@ -103,8 +103,8 @@ def efficiency(gpu="H200"):
     lengths, numbers = (sorted({key[n] for key in shares}) for n in (1, 2))
     fig, axes = subplots(1, len(lengths), figsize=(8.4, 3.2), sharey=True)
     for ax, N in zip(axes, lengths, strict=True):
-        for name, colour, marker in zip(EVERYBODY, COLOURS[:4], "os^v", strict=True):
-            ax.plot([1, *numbers], [1, *(shares[name, N, n] for n in numbers)], f"{marker}-", color=colour, label=name)
+        for name, colour, look in zip(EVERYBODY, COLOURS[:4], ("o-", "s-", "^-", "v--"), strict=True):
+            ax.plot([1, *numbers], [1, *(shares[name, N, n] for n in numbers)], look, color=colour, label=name)
         ax.set(title=f"{N // 1024}k positions", xlabel="GPUs", xticks=[1, *numbers], ylim=(0, 1.05))
     axes[0].set_ylabel("efficiency")
     fig.legend(*axes[0].get_legend_handles_labels(), ncols=len(EVERYBODY), loc="outside lower center")

@@ -9,7 +9,8 @@ N ranks, c = S / N; q = B H c D and kv = 2 B Hk c D elements of e bytes; f = 4 /
       star            (N-1) (q + o); causal: fewer o       -
       ulysses         (N-1) / N (2 q + kv)                 (N-1) / N (2 q + kv)
     memory of the forward beyond its inputs
-      ring            2 kv + 4 o + f q; causal: fewer o    K, V at hand and arriving; parts that wait to be merged; out
+      ring            2 kv + 4 o + f q; causal: fewer o    K, V at hand and arriving; parts that wait to be merged; out;
+                                                           16 bits: f q once more, a part in float32
       query_parallel  2 N kv                               K, V of all ranks as they arrive, and in order
       star            3 N o; causal: fewer o               the parts as found, as sent, and as received
       ulysses         5 q + kv                             q, k, v, out of the rank's heads; out on its way home, 3 q
