@@ -20,7 +20,7 @@
 # Triton, the place of a number in CUDA C++ alone.](../notebooks/figures/question_03a.png)
 #
 # - **Before you start:** notebook 00 (tiles, online softmax, lse, delta); what a block and shared memory are. Linux.
-# - **Time:** about 55 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
+# - **Time:** about 65 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md),
 #   [figures](../steps/course/figures/n03a_triton_kernels.py).
 # - **Tests:** `pytest tests/test_step03_triton.py`.
@@ -156,7 +156,7 @@ def attention_kernel(
     Q_i = tl.load(q + at_q, mask=row < Nq, other=0.0)  # (Br, D)
     m, l = tl.full((Br,), float("-inf"), tl.float32), tl.zeros((Br,), tl.float32)
     O = tl.zeros((Br, D), tl.float32)
-    end = tl.minimum(Nk, i + Br + Nk - Nq) if CAUSAL else Nk  # no query of the tile sees it
+    end = tl.minimum(Nk, i + Br + Nk - Nq) if CAUSAL else Nk  # nor does a query see a later key
     for j in range(0, end, Bc):
         key = j + tl.arange(0, Bc)[:, None]
         K_j = tl.load(k + at_k + key * k_strides[2], mask=key < Nk, other=0.0)  # (Bc, D)
@@ -274,7 +274,7 @@ print("rung fused, twice: the same bits", torch.equal(*runs))
 # | `dkdv_kernel` | a tile of keys, dK_j and dV_j | queries, of all heads with these keys | S, dP, dV, dK: 4 |
 # | `dq_kernel` | a tile of queries, dQ_i | keys | S, dP, dQ: 3 |
 #
-# Both need S and dP: seven products instead of five, and no atomics. Rung `gluon` makes five and adds dQ up in memory.
+# Both compute S and dP, so these are made twice: 4 + 3 = 7 products instead of 5, and no atomics. Rung `gluon` makes five and adds dQ up in memory.
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("bwd_0_fused", "bwd_1_tma", "bwd_2_gluon"):
@@ -290,7 +290,10 @@ for kernel in ("bwd_0_fused", "bwd_1_tma", "bwd_2_gluon"):
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
-    """S (Br, Bc) from query i and key j on, with -inf where it is hidden."""
+    """S (Br, Bc) from query i and key j on, with -inf where it is hidden.
+
+    Query i stands at position i + Nk - Nq.
+    """
     raise Blank
 
 check("03.1", mask)
@@ -306,7 +309,11 @@ def tile_gradients(
     S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):
-    """(P, dS) of one tile, from S and dP, the gradient of P; also with all transposed."""
+    """(P, dS) of one tile, from S and dP, the gradient of P; also with all transposed.
+
+    If MASKED, P is 0 where the key is hidden. No P is above 1, but for huge scores rounding
+    can make its exponent positive: limit the exponent to 0.
+    """
     raise Blank
 
 check("03.2", tile_gradients)
@@ -322,7 +329,11 @@ check("03.2", tile_gradients)
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def online_update(m, l, O, S, V_j, scale_log2, PRECISION: tl.constexpr):
-    """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled."""
+    """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled.
+
+    factor_and_shift gets the new m, or 0 where that is -inf. l sums P before P is rounded
+    to the dtype of V_j; O stays float32.
+    """
     raise Blank
 
 check("03.3", online_update)
@@ -335,7 +346,7 @@ check("03.3", online_update)
 #
 # <details><summary>Answer</summary>
 #
-# Offsets in 32 bits live: it takes 2³¹ elements to see them. `h % Hk` dies only with grouped heads.
+# 32-bit offsets live: only a tensor of 2³¹ elements would show them. `h % Hk` dies only with grouped heads.
 #
 # </details>
 #
@@ -394,7 +405,7 @@ figures.speeds("backward")
 # 3. In what do the stage's two calls of `visit_keys` differ?
 #    <details><summary>Answer</summary>
 #
-#    In the range of keys and in MASKED, a constexpr. The first has no comparison.
+#    In the range of keys and in MASKED, a constexpr. The first pass compares no positions.
 #    </details>
 # 4. The interpreter leaves 8 in `count`. Why is that no proof?
 #    <details><summary>Answer</summary>

@@ -20,7 +20,7 @@
 # ![Queries against keys: a window is a band, packed sequences are triangles, decoding is one row.](../notebooks/figures/question_03b.png)
 #
 # - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta. Linux.
-# - **Time:** about 55 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
+# - **Time:** about 65 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md): `features/`, with `flash*.py`, `scores.py`, `decode.py`;
 #   [figures](../steps/course/figures/n03b_triton_features.py).
 # - **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`.
@@ -128,8 +128,8 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 # which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
 #
 # In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. `f.policy`
-# holds what the launcher chose, such as a fast tanh for 16-bit tensors. c is 03a's scale · log2(e), and `seq.shift` is
-# Nk - Nq. An entry of the mask below `MASK_FLOOR`, -2¹⁰¹, counts as that number ([03x](03x_deeper.ipynb), section 3).
+# holds what the launcher chose, such as a fast tanh for 16-bit tensors. c turns S into a power of
+# 2: without features it is 03a's scale · log2(e). `seq.shift` is Nk - Nq. An entry of the mask below `MASK_FLOOR`, -2¹⁰¹, counts as that number ([03x](03x_deeper.ipynb), section 3).
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/features/scores", "scores")
@@ -187,7 +187,7 @@ for start, end in ((0, 7), (7, 19), (19, 24)):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A part of the keys at a time, and sinks
 #
-# `out` and `lse` of earlier calls can be handed in. What they stand for counts as **one key of score lse and value
+# `out` and `lse` of earlier calls can be handed in, and are overwritten. What they stand for counts as **one key of score lse and value
 # out**, which the online softmax takes in like any other. A **sink** is such a key, too, with value 0: a row may give
 # weight to nothing. Here it is handed in as the first part. The mask is causal, so a row is finished as soon as its own
 # key has come:
@@ -235,7 +235,11 @@ print(f"8 tokens one by one: {away:.0e} from all at once")
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def window_tiles(i, left, right, Nq, Nk, Br: tl.constexpr, Bc: tl.constexpr):
-    """(begin, whole, full, end): which tiles of Bc keys the queries from i on visit."""
+    """(begin, whole, full, end): which tiles of Bc keys the Br queries from i on visit.
+
+    They are numbers of tiles: tile t has the keys t Bc to t Bc + Bc - 1. left, right >= 0.
+    If no tile is seen whole, as in a window narrower than a tile, full = whole.
+    """
     raise Blank
 
 check("03.4", window_tiles)
@@ -248,7 +252,11 @@ check("03.4", window_tiles)
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def kept(seed, i, j, row, column, head, batch, threshold):
-    """Which entries of the tile at query i and key j dropout keeps, transposed or not."""
+    """Which entries of the tile at query i and key j dropout keeps, transposed or not.
+
+    Key k takes byte k mod 16: of word (k div 4) mod 4 byte k mod 4, the lowest one first.
+    It is kept where that byte is less than threshold.
+    """
     raise Blank
 
 check("03.5", kept)
@@ -272,7 +280,7 @@ check("03.7", merge_parts)
 #
 # ## 5. Check it, then break it
 #
-# Six mistakes are planted, one at a time. A line says which results are wrong, and below stands what was changed. The
+# Six mistakes are planted in turn. A line says which results are wrong; below stands the change. The
 # transposed mask is tried twice: with random numbers, and with a symmetric mask. **Which mistake shows in lse alone?**
 
 # %% slideshow={"slide_type": "fragment"}
@@ -371,7 +379,7 @@ for step in range(5):
 #
 # **At which level is an operation replaced?** Here torch's operator is: a **checker** (`takes` in `models.py`) says for
 # each call whether these kernels compute it, else torch does. Lightning Thunder calls kernels with their checker an
-# **executor**. One level lower torch has already chosen a kernel; one level higher each model would be edited.
+# **executor**. One level lower is too late, since torch has chosen a kernel. One level higher, each model would be edited.
 #
 # **Which of these calls does the checker refuse?**
 
