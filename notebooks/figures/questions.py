@@ -183,7 +183,7 @@ def yours_or_the_compilers():
     """Notebook 03a: who decides what, in three languages."""
     languages = {
         "CUDA C++": "yours yours yours yours yours",
-        "Gluon": "yours yours yours yours compiler",
+        "Gluon": "yours yours yours yours yours,_as_a_layout",
         "Triton": "yours yours compiler compiler compiler",
     }
     decisions = (
@@ -196,9 +196,9 @@ def yours_or_the_compilers():
     fig, ax = plt.subplots(figsize=(7.6, 3.0), layout="constrained")
     for x, whose in enumerate(languages.values()):
         for y, who in enumerate(whose.split()):
-            colour = COLOURS[4] if who == "yours" else COLOURS[5]
+            colour = COLOURS[5] if who == "compiler" else COLOURS[4]
             ax.add_patch(plt.Rectangle((x, y), 1, 1, fc=colour, alpha=0.6, ec="white", lw=2))
-            ax.text(x + 0.5, y + 0.5, who, ha="center", va="center", fontsize=9)
+            ax.text(x + 0.5, y + 0.5, who.replace("_", " "), ha="center", va="center", fontsize=9)
     ax.set(xlim=(0, 3), ylim=(5, 0))
     ax.set_xticks([x + 0.5 for x in range(3)], languages, fontweight="bold")
     ax.set_yticks([y + 0.5 for y in range(5)], decisions)

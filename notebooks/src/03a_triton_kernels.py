@@ -17,7 +17,7 @@
 # *What does a tile language take over, what stays yours, and how far does that reach?*
 #
 # ![Five decisions in CUDA C++, Gluon and Triton: owners, tiles and masks are always yours, copies and barriers not in
-# Triton, the place of a number in CUDA C++ alone.](../notebooks/figures/question_03a.png)
+# Triton, which lane has which number in all but Triton.](../notebooks/figures/question_03a.png)
 #
 # - **Before you start:** notebook 00 (tiles, online softmax, lse, delta); what a block and shared memory are. Linux.
 # - **Time:** about 65 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
