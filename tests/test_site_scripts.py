@@ -115,6 +115,20 @@ def test_the_list_of_exercises_shows_what_is_begun_written_and_passed(tmp_path, 
     assert progress.state("00.1", tmp_path) == "written", "what is written now was not checked"
 
 
+def test_a_check_does_not_fail_because_of_its_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "MY", tmp_path)
+    task = exercises.find("00.1")
+    task.mine.write_text("something")
+    (tmp_path / "passed.json").write_text("no JSON")
+    assert progress.state("00.1", tmp_path) == "written"
+    exercises.note_passed(task)
+    assert progress.state("00.1", tmp_path) == "passed"
+    (tmp_path / "passed.json").unlink()
+    (tmp_path / "passed.json").mkdir()  # cannot be read or written as a file, whoever runs the test
+    exercises.note_passed(task)
+    assert progress.state("00.1", tmp_path) == "written"
+
+
 def own_text(task):
     """The stage's own function."""
     from steps.course import workbook

@@ -1,5 +1,6 @@
 """The exercises, puzzles, steps and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -206,11 +207,19 @@ def find(id):
 
 
 def note_passed(task):
-    """Notes in my/passed.json that the reader's file, as it is now, has passed. The site lists these exercises."""
+    """Notes in my/passed.json that the reader's file, as it is now, has passed. The site lists these exercises.
+
+    A check must not fail because of the note: a folder that cannot be written to gets none, and a file that is no JSON
+    is written anew.
+    """
     path = MY / "passed.json"
-    passed = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        passed = json.loads(path.read_text())
+    except (OSError, ValueError):
+        passed = {}
     passed[task.id] = hashlib.sha256(task.mine.read_bytes()).hexdigest()
-    path.write_text(json.dumps(passed, indent=1) + "\n")
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps(passed, indent=1) + "\n")
 
 
 def following(step):
