@@ -51,8 +51,8 @@ figures.text_and_speed()
 #
 # ## 2. The idea: programs instead of threads
 #
-# A CUDA block becomes a **program** without threads, which works on *tiles*: `tl.arange(0, 4)` is a tile of four numbers,
-# `x + tl.arange(0, 4)` a tile of four pointers. The compiler decides which thread holds which number.
+# A CUDA block becomes a **program** without threads, which works on *tiles*: `tl.arange(0, 4)` is a tile of four
+# numbers, `x + tl.arange(0, 4)` a tile of four pointers. The compiler decides which thread holds which number.
 #
 # The launch `add[(2,)](...)` starts a **grid** of two programs, and `tl.program_id(0)` tells each which one it is. A
 # `tl.constexpr` argument is known to the compiler, which makes a kernel for each of its values. The size of a tile is
@@ -122,23 +122,22 @@ figures.interpreted_and_compiled(odd_tile, count, largest)
 # | [9–10] | m, l and O take in the tile | `online_update` |
 # | [12–15] | out = O / l, lse = scale · m + log l | two `tl.store` |
 #
-# GPUs have an instruction for 2ˣ and none for eˣ. With c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m). So
-# the kernel never scales S: it holds the bare products Q_i K_jᵀ, and m is the largest of these. Only lse has the scale
-# in it, and is a natural logarithm.
+# GPUs have an instruction for 2ˣ and none for eˣ. With c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m).
+# So the kernel never scales S: it holds the bare products Q_i K_jᵀ, and m is the largest of these. Only lse has the
+# scale in it, and is a natural logarithm.
 #
-# In this stage S are scores and N tokens. (In stage 04 S is the sequence's length, and N counts ranks.) You will write
-# `mask` and `online_update` in part 5.
+# In this stage S are scores and N tokens. You will write `mask` and `online_update` in part 5.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A whole forward
 #
-# The launch stands at the end of the cell. The grid has a program for each tile of queries and each head; `group` query
+# The grid has a program for each tile of queries and each head; `group` query
 # heads share a key head. The **strides** are the tensors' own, so a transposed view needs no copy. Two arguments are
 # for the compiler: a program has `num_warps` warps, and with `num_stages=2` the next tiles of K and V are copied while
 # it computes with these.
 #
-# It is tried with 70 queries and 50 keys, which fill no tile, then with notebook 00's six tokens, D filled up with zeros.
-# Row 5 ends at (6.83, 1.34), as there.
+# It is tried with 70 queries and 50 keys, which fill no tile, then with notebook 00's six tokens, D filled up with
+# zeros. Row 5 ends at (6.83, 1.34), as there.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -161,7 +160,7 @@ def attention_kernel(
         key = j + tl.arange(0, Bc)[:, None]
         K_j = tl.load(k + at_k + key * k_strides[2], mask=key < Nk, other=0.0)  # (Bc, D)
         V_j = tl.load(v + at_k + key * k_strides[2], mask=key < Nk, other=0.0)
-        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc), not in TF32
+        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # TF32 keeps 11 of 24 bits
         S = fwd_0_fused.mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
         m, l, O = fwd_0_fused.online_update(m, l, O, S, V_j, scale_log2, "ieee")
     l = tl.where(l == 0, 1.0, l)  # a query that saw no key gets out = 0 / 1
@@ -203,8 +202,8 @@ for seen in (3, 6):
 # ### Which tiles are visited, and which need a mask
 #
 # A mask costs comparisons, and most tiles need none. So the stage makes **two passes** over the keys: up to `full`
-# without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S. The last query
-# sees the last key.
+# without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The last query sees the last
+# key.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
@@ -216,8 +215,8 @@ figures.tiles_visited()
 # constexpr MASKED makes two loops of it. `Rows` says where the rows of one head lie. `pointers` computes in 64 bits,
 # since row 2²⁵ of 64 numbers begins at element 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns.
 #
-# **Autotuning** times a kernel with several tiles, warps and stages, and keeps the fastest. `triton.autotune` does so in
-# a call with new sizes. That call is slow, and another Bc changes the last bits of the result. So here the tables
+# **Autotuning** times a kernel with several tiles, warps and stages, and keeps the fastest. `triton.autotune` does so
+# in a call with new sizes. That call is slow, and another Bc changes the last bits of the result. So here the tables
 # `TILES` hold what was fastest on an H200; `python -m steps.course.bench.tune` looks for better ones on your GPU.
 
 # %% slideshow={"slide_type": "subslide"}
@@ -235,8 +234,8 @@ figures.instructions()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Descriptors: a box instead of pointers
 #
-# The stage's files are rungs of a ladder: each adds an idea. In `fwd_1_tma.py` a **tensor descriptor** says once where a
-# tensor lies and how large a tile is. (`wgmma`'s descriptors in stage 02 are something else.) Then one thread asks
+# The stage's files are rungs of a ladder: each adds an idea. In `fwd_1_tma.py` a **tensor descriptor** says once where
+# a tensor lies and how large a tile is. (`wgmma`'s descriptors in stage 02 are something else.) Then one thread asks
 # Hopper's copy engine, the Tensor Memory Accelerator (TMA), for the tile at some row. Rows beyond the tensor come as
 # zeros. Where address or strides are no multiples of 16 bytes, the `else` below loads by pointers.
 #
@@ -274,7 +273,8 @@ print("rung fused, twice: the same bits", torch.equal(*runs))
 # | `dkdv_kernel` | a tile of keys, dK_j and dV_j | queries, of all heads with these keys | S, dP, dV, dK: 4 |
 # | `dq_kernel` | a tile of queries, dQ_i | keys | S, dP, dQ: 3 |
 #
-# Both compute S and dP, so these are made twice: 4 + 3 = 7 products instead of 5, and no atomics. Rung `gluon` makes five and adds dQ up in memory.
+# Both compute S and dP, so these are made twice: 4 + 3 = 7 products instead of 5, and no atomics. Rung `gluon` makes
+# five and adds dQ up in memory. (In the lines below `full` means without a mask.)
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("bwd_0_fused", "bwd_1_tma", "bwd_2_gluon"):
@@ -319,9 +319,9 @@ def tile_gradients(
 check("03.2", tile_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 03.3: one tile of keys, in base 2.** P = 2^(f S - f m), and `factor_and_shift(m, scale_log2)` gives f and f m
-# of each row. Mostly f is c. But c m is rounded, and for scores of 10¹¹ that error alone would make P infinite. So from
-# c m = 2²⁶ on f is a power of two: then f m is exact ([03x](03x_deeper.ipynb), section 2).
+# **Exercise 03.3: one tile of keys, in base 2.** P = 2^(f S - f m), and `factor_and_shift(m, scale_log2)` gives f and f
+# m of each row. Mostly f is c. But c m is rounded, and for scores of 10¹¹ that error alone would make P infinite. So
+# from c m = 2²⁶ on f is a power of two: then f m is exact ([03x](03x_deeper.ipynb), section 2).
 #
 # In a row that has seen no key m is -inf. `tl.dot` wants P in the dtype of V_j (Bc, D), and PRECISION as
 # `input_precision`.
@@ -350,27 +350,29 @@ check("03.3", online_update)
 #
 # </details>
 #
-# A line names the case that fails, and the known mistake of `reference/mutants.py` that has the same results. "Beside the
-# tensor" means that a load outside of it was stopped. Below stands what was changed.
+# A line names the cases that fail, and the known mistake of `reference/mutants.py` that has the same results. "Beside
+# the tensor" means that a load outside of it was stopped. Below stands what was changed.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_cases()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# **Bug hunt 03.bug1:** every second half tile is wrong. `python -m steps check 03.bug1` tells the rest.
+# **Bug hunt 03.bug1:** in each tile lse is wrong for the second half of the queries. `python -m steps check 03.bug1`
+# tells the rest.
 #
 # ## 7. Predict, then measure
 #
 # **Question 1.** Which of the four forwards loses most by a causal mask?
 #
-# **Question 2.** A backward's TFLOP/s are counted as if it made five products for each pair of tiles. The kernels `fused`
-# and `tma` make seven. Suppose they ran as fast as a plain matrix product: which share of its speed would their bars
-# show? Whose bars may be higher?
+# **Question 2.** A backward's TFLOP/s are counted as if it made five products for each pair of tiles. The kernels
+# `fused` and `tma` make seven. Suppose they ran as fast as a plain matrix product: which share of its speed would their
+# bars show? Whose bars may be higher?
 #
 # <details><summary>Answers</summary>
 #
 # 1. `roles`. The compiler divides a program's warps only if there is one loop, and a mask needs a second one.
-# 2. 5/7 of it, which is printed above the bars. Kernels with five products may be higher: `gluon`, FlashAttention-4.
+# 2. 5/7 of it, which is printed above the bars. Kernels with five products may be higher: `gluon`, FlashAttention-4 and
+#    cuDNN.
 #
 # </details>
 
@@ -381,8 +383,8 @@ figures.speeds("forward")
 figures.speeds("backward")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# **Where it stands** on an H100 from N = 4096 on: `gluon` is faster than cuDNN in both passes. Of FlashAttention-4's speed
-# it has 0.96 to 1.03 in the forward, and 0.89 to 0.93 in the backward.
+# **Where it stands** on an H100 from N = 4096 on: `gluon` is faster than cuDNN in both passes. Of FlashAttention-4's
+# speed it has 0.96 to 1.03 in the forward, and 0.89 to 0.93 in the backward.
 #
 # ## 8. Summary
 #

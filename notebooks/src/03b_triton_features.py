@@ -60,8 +60,7 @@ print(steps.engine.describe())
 figures.memory()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# So a mask must never be expanded to all heads, and dropout must not be stored. A window is no tensor at all: whether it
-# hides a key can be computed from two positions.
+# So a mask must never be expanded to all heads, and dropout must not be stored.
 #
 # ## 2. The idea: one function of the scores, for both directions
 #
@@ -70,15 +69,15 @@ figures.memory()
 # $$S = \mathit{cap} \tanh\!\big(\tfrac{\mathit{scale}}{\mathit{cap}} X\big) + M - \mathit{slope}\,|i - j|
 # \qquad\text{and } -\infty \text{ where key } j \text{ is hidden}$$
 #
-# with the soft-cap's bound cap and the additive mask M. The backward needs S again, and its derivative:
+# with the soft-cap's bound cap and the additive mask M; without a cap it begins with scale · X. The backward needs S
+# again, and its derivative:
 #
 # $$dX = dS \circ \Big(1 - \tanh^2\big(\tfrac{\mathit{scale}}{\mathit{cap}} X\big)\Big) \qquad dQ = \mathit{scale}\; dX\, K
 # \qquad dM = dS$$
 #
 # The mask is added after the scale, so its gradient is dS itself, summed over whatever the mask was broadcast to.
 #
-# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0. In each of
-# the two mistakes that come first, the backward forgets a part of the scores.
+# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0.
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -128,8 +127,9 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 # which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
 #
 # In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. `f.policy`
-# holds what the launcher chose, such as a fast tanh for 16-bit tensors. c turns S into a power of
-# 2: without features it is 03a's scale · log2(e). `seq.shift` is Nk - Nq. An entry of the mask below `MASK_FLOOR`, -2¹⁰¹, counts as that number ([03x](03x_deeper.ipynb), section 3).
+# holds what the launcher chose, such as a fast tanh for 16-bit tensors. c turns S into a power of 2: without features
+# it is 03a's scale · log2(e). `seq.shift` is Nk - Nq. An entry of the mask below `MASK_FLOOR`, -2¹⁰¹, counts as that
+# number ([03x](03x_deeper.ipynb), section 3).
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/features/scores", "scores")
@@ -138,8 +138,8 @@ show("step03_triton/features/scores", "scores")
 # ### A window is no mask
 #
 # With `window=(left, right)` query i sees the keys from i - left to i + right. Causal is right = 0. A tile that no row
-# sees is not visited (white). One that *every* row sees whole needs no comparison (blue), the others do (orange). With a
-# window, work grows like N and not like N².
+# sees is not visited (white). One that *every* row sees whole needs no comparison (blue), the others do (orange). With
+# a window, work grows like N and not like N².
 
 # %% slideshow={"slide_type": "fragment"}
 figures.windows()
@@ -152,9 +152,9 @@ figures.windows()
 #
 # ### Dropout without memory: Philox
 #
-# The backward must drop what the forward dropped, in tiles of another shape. **Philox** has no state: it turns a *counter*
-# of four numbers and a seed into sixteen random bytes. Here the counter is (key div 16, query, head, batch), and each
-# byte decides for one key: keep (x) where it is less than t = round(256 (1 - p)).
+# The backward must drop what the forward dropped, in tiles of another shape. **Philox** has no state: it turns a
+# *counter* of four numbers and a seed into sixteen random bytes. Here the counter is (key div 16, query, head, batch),
+# and each byte decides for one key: keep (x) where it is less than t = round(256 (1 - p)).
 
 # %% slideshow={"slide_type": "fragment"}
 seed, p, t = 7, 0.3, philox.threshold(0.3)
@@ -165,7 +165,8 @@ for counter in ((0, 5, 0, 0), (1, 5, 0, 0), (0, 6, 0, 0)):
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # Counted from the tile, keys 16 to 31 would repeat the first line, and the backward, with other tiles, would draw
-# another mask. Dropout comes **after** the sum l, since it is defined on the finished softmax.
+# another mask. Dropout comes **after** the sum l, since it is defined on the finished softmax. What is kept is
+# multiplied by 256/t, about 1/(1 - p), so that out keeps its mean.
 #
 # ### Packed sequences
 #
@@ -187,10 +188,10 @@ for start, end in ((0, 7), (7, 19), (19, 24)):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A part of the keys at a time, and sinks
 #
-# `out` and `lse` of earlier calls can be handed in, and are overwritten. What they stand for counts as **one key of score lse and value
-# out**, which the online softmax takes in like any other. A **sink** is such a key, too, with value 0: a row may give
-# weight to nothing. Here it is handed in as the first part. The mask is causal, so a row is finished as soon as its own
-# key has come:
+# `out` and `lse` of earlier calls can be handed in, and are overwritten. What they stand for counts as **one key of
+# score lse and value out**, which the online softmax takes in like any other. A **sink** is such a key, too, with value
+# 0: a row may give weight to nothing. Here it is handed in as the first part. The mask is causal, so a row is finished
+# as soon as its own key has come:
 
 # %% slideshow={"slide_type": "fragment"}
 sinks = torch.tensor([-1.0, 2.0], device=device)  # one of each head
@@ -205,12 +206,12 @@ for first, end in ((0, 5), (5, 16), (16, 24)):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Decoding with a KV cache
 #
-# To write a token, each head has one query and reads all of its K and V. In `decode.py` the query heads that share a key
-# head are *one* tile (of 16 rows at least, which a tensor core wants), so K and V are read once. Reading them is what
-# takes the time, so that empty rows of the tile cost nothing.
+# To write a token, each head has one query and reads all of its K and V. In `decode.py` the query heads that share a
+# key head are *one* tile (of 16 rows at least, which a tensor core wants), so K and V are read once. Reading them is
+# what takes the time, so that empty rows of the tile cost nothing.
 #
 # The keys are **split** over the multiprocessors, and a second kernel **merges** the parts, each with the weight
-# exp(lse of the part - lse of all). With many sequences there is work for all without that.
+# exp(lse of the part - lse of all).
 #
 # The cache is allocated once, and `lengths_k` says how much of it each sequence has filled.
 
@@ -245,9 +246,9 @@ def window_tiles(i, left, right, Nq, Nk, Br: tl.constexpr, Bc: tl.constexpr):
 check("03.4", window_tiles)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 03.5: the same dropout mask from every tile.** `tl.philox(seed, c0, c1, c2, c3)` gives the four words of each
-# counter. `row` and `column` count from i and j. Their shapes are (Br, 1) and (1, Bc), or (1, Br) and (Bc, 1) if the
-# tile is transposed.
+# **Exercise 03.5: the same dropout mask from every tile.** `tl.philox(seed, c0, c1, c2, c3)` gives the four words of
+# each counter. `row` and `column` count from i and j. Their shapes are (Br, 1) and (1, Bc), or (1, Br) and (Bc, 1) if
+# the tile is transposed.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -262,6 +263,9 @@ def kept(seed, i, j, row, column, head, batch, threshold):
 check("03.5", kept)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 03.6: the gradient of a mask that many heads share** has no cell, since it calls other functions of its
+# file. `python -m steps check 03.6` writes that file.
+#
 # **Exercise 03.7: one result from many parts of the keys.** A part without a key has out_s = 0 and lse_s = -inf.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -273,22 +277,20 @@ def merge_parts(out_s, lse_s):
 check("03.7", merge_parts)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# **Exercise 03.6: the gradient of a mask that many heads share** has no cell, since it calls other functions of its file.
-# `python -m steps check 03.6` writes that file.
-#
 # **Bug hunt 03.bug2:** dropout is right on average, and training fails: `python -m steps check 03.bug2`.
 #
 # ## 5. Check it, then break it
 #
-# Six mistakes are planted in turn. A line says which results are wrong; below stands the change. The
-# transposed mask is tried twice: with random numbers, and with a symmetric mask. **Which mistake shows in lse alone?**
+# Six mistakes are planted in turn. A line says which results are wrong; below stands the change. **Which mistake shows
+# in lse alone?**
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_results()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The derivative and the scale of dP show in dq and dk alone, so a test of the forward passes. ALiBi of the key alone
-# adds one number to a whole row: the softmax removes it, lse does not. A symmetric mask cannot show a transposition.
+# The derivative and the scale of dP show in dq and dk alone, so a test of the forward passes. Where the mask is causal,
+# ALiBi of the key alone adds one number to a whole row: the softmax removes it, lse does not. A symmetric mask cannot
+# show a transposition.
 #
 # ## 6. Predict, then measure
 #
@@ -298,20 +300,22 @@ figures.mistakes_against_results()
 #
 # <details><summary>Answers</summary>
 #
-# 1. Dropout: Philox makes ten rounds of integer products. Then the mask, whose entries are loaded. The soft-cap adds a tanh.
-# 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. The backward was measured as 3.5,
-#    since two tiles of a row need a mask. The forward has 3.7 at head_dim 64 and 4.2 at 128, but there the window has
-#    a faster kernel than causal.
+# 1. Dropout: Philox makes ten rounds of integer products. Then the mask, whose entries are loaded. The soft-cap adds a
+#    tanh.
+# 2. Causal visits 1/2 of all tiles, the window 1/8 less the 1/128 that its first rows lack, and more where tiles of 64
+#    hang over its edges: a factor of 4.2. The backward was measured as 3.5, since two tiles of a row need a mask. The
+#    forward has 3.7 at head_dim 64 and 4.2 at 128, but there the window has a faster kernel than causal.
 #
 # </details>
 #
-# The first picture divides the time with a feature by the time without any, or by that of what stands after the stroke.
-# `packed` are 8 sequences, and `padded` the same 8 as a batch (H100, bfloat16, N = 16384). In the forward, windows,
-# sinks and packed sequences have a faster kernel, in Gluon (pink; [03y](03y_deeper.ipynb), section 7). So sinks seem to
-# save time. The backward with sinks was measured in another run, which has no backward without them.
+# In the first picture `a / b` is the time with a divided by that with b, and a alone is divided by the time without
+# features. `packed` are 8 sequences of equal length, and `padded` the same 8 as a batch (H100, bfloat16, N = 16384). In
+# the forward, windows without a soft-cap, sinks and packed sequences have a faster kernel, in Gluon (pink;
+# [03y](03y_deeper.ipynb), section 7). So sinks seem to save time.
 #
 # The second compares with FlashAttention-4 and with torch's FlexAttention, which compiles a Python function of the
-# scores into a kernel. (No bar: not measured. For head_dim 64: `costs(64)`, `beside_peers(64)`.)
+# scores into a kernel. `causal` alone is not in it: 03a's rungs compute that. (No bar: not measured. For head_dim 64:
+# `costs(64)`, `beside_peers(64)`.)
 
 # %% slideshow={"slide_type": "fragment"}
 figures.costs()
@@ -320,10 +324,10 @@ figures.costs()
 figures.beside_peers()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# FlashAttention-4 is faster without a soft-cap, except in the forward of packed sequences at head_dim 128. With one it is
-# slower, except in the backward at head_dim 128 if there is also a window: there it is faster by 6 %.
+# FlashAttention-4 is faster without a soft-cap, except in the forward of packed sequences at head_dim 128. With one it
+# is slower, except in the backward at head_dim 128 if there is also a window: there it is faster by 6 %.
 #
-# In decoding each number of K and V serves few queries, and memory is the limit: a copy of as many bytes takes as long.
+# In decoding memory is the limit: a copy of as many bytes takes as long.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.decoding()
@@ -379,9 +383,11 @@ for step in range(5):
 #
 # **At which level is an operation replaced?** Here torch's operator is: a **checker** (`takes` in `models.py`) says for
 # each call whether these kernels compute it, else torch does. Lightning Thunder calls kernels with their checker an
-# **executor**. One level lower is too late, since torch has chosen a kernel. One level higher, each model would be edited.
+# **executor**. One level lower is too late, since torch has chosen a kernel. One level higher, each model would be
+# edited.
 #
-# **Which of these calls does the checker refuse?**
+# **Which of these calls does the checker refuse?** No kernel takes float64 or a head_dim above 256, and torch itself
+# refuses one more.
 
 # %% slideshow={"slide_type": "fragment"}
 x = torch.ones(1, 2, 8, 64, device=device)

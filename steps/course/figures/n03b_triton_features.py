@@ -163,7 +163,8 @@ def costs(D=128):
 def beside_peers(D=128):
     """Our speed by that of FlashAttention-4 and of FlexAttention with a feature on an H100 as bars, in both passes."""
     peers = {"fa4": ("FlashAttention-4", PEERS["fa4"][2]), "flex": ("FlexAttention", GREYS[3])}
-    names = [name for name in BASES if any(last_of(name, D, which, who) for which in PASSES for who in peers)]
+    features = [name for name in BASES if name != "causal"]  # alone, it is computed by the rungs
+    names = [name for name in features if any(last_of(name, D, which, who) for which in PASSES for who in peers)]
     fig, axes = subplots(1, 2, figsize=(8.4, 4.2), sharey=True)
     told = []
     for ax, (which, word) in zip(axes, PASSES.items(), strict=True):
