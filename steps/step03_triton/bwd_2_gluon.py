@@ -113,7 +113,7 @@ def layout(columns, across=1):
 
 @gluon.jit
 def matrix(tiles, stage):
-    return tiles.index(stage).reshape((tiles.shape[3], tiles.shape[4]))
+    return tiles.index(stage).reshape((tiles.shape[-2], tiles.shape[-1]))
 
 
 @gluon.jit
@@ -125,31 +125,45 @@ def make_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def load_keys(k, v, keys, where):
+    """Loads K_j and V_j. where: what a descriptor calls their first row."""
+    full = keys.full.index(0)
+    mbarrier.expect(full, 2 * k.block_type.nbytes)
+    async_load(k, where, full, keys.K.index(0))
+    async_load(v, where, full, keys.V.index(0))
+
+
+@gluon.jit
+def load_queries(inputs, queries, ready, n, where, row, i):
+    """Loads the tile of queries of step n. where: its first row of q; row, i: its first number of lse_2."""
+    q, k, v, dout, lse_2, delta = inputs
+    stage = n % STAGES
+    # When dS of step n - 2 is ready, step n - 3 has ended, whose tiles were in this stage. A wait names a phase by its
+    # parity, and a new barrier behaves as if the phase before phase 0 were complete.
+    mbarrier.wait(ready.index(n - 2 & 1), n - 2 >> 1 & 1)
+    full = queries.full.index(stage)
+    mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse_2.block_type.nbytes)
+    async_load(q, where, full, queries.Q.index(stage))
+    async_load(dout, where, full, queries.dO.index(stage))
+    async_load(lse_2, [row, i], full, queries.lse_2.index(stage))
+    async_load(delta, [row, i], full, queries.delta.index(stage))
+
+
+@gluon.jit
 def produce(inputs, queries, keys, ready, work, lengths):
     """Loads K_j, V_j, and the tiles of queries from the last to the first, of each head that shares the key head.
 
     All programs of a head begin with the same tile, so that it is read from memory once, and then from the L2 cache.
     """
-    q, k, v, dout, lse_2, delta = inputs
     b, hk, h, j, first_tile, tiles = work
     H, group, Nq, Nk = lengths
-    mbarrier.expect(keys.full.index(0), 2 * k.block_type.nbytes)
-    async_load(k, [b, hk, j, 0], keys.full.index(0), keys.K.index(0))
-    async_load(v, [b, hk, j, 0], keys.full.index(0), keys.V.index(0))
+    load_keys(inputs.k, inputs.v, keys, [b, hk, j, 0])
     n = 0
     for g in range(group):
         row = b * H + h + g
         for passed in range(0, tiles - first_tile):
-            stage, i = n % STAGES, (tiles - 1 - passed) * q.block_type.shape[2]
-            # When dS of step n - 2 is ready, step n - 3 has ended, whose tiles were in this stage. A wait names a phase
-            # by its parity, and a new barrier behaves as if the phase before phase 0 were complete.
-            mbarrier.wait(ready.index(n - 2 & 1), n - 2 >> 1 & 1)
-            full = queries.full.index(stage)
-            mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse_2.block_type.nbytes)
-            async_load(q, [b, h + g, i, 0], full, queries.Q.index(stage))
-            async_load(dout, [b, h + g, i, 0], full, queries.dO.index(stage))
-            async_load(lse_2, [row, i], full, queries.lse_2.index(stage))
-            async_load(delta, [row, i], full, queries.delta.index(stage))
+            i = (tiles - 1 - passed) * inputs.q.block_type.shape[-2]
+            load_queries(inputs, queries, ready, n, [b, h + g, i, 0], row, i)
             n += 1
 
 
@@ -212,7 +226,7 @@ def load_pairs(K):
 def scores(K, queries, n):
     """Starts S^T = K_j Q_i^T of step n, as soon as Q_i has come. K_j is in shared memory, or in pairs."""
     Q = queries.Q
-    Br: gl.constexpr = Q.shape[3]
+    Br: gl.constexpr = Q.shape[-2]
     mbarrier.wait(queries.full.index(n % STAGES), n // STAGES & 1)
     zeros = gl.full((Bc, Br), 0, gl.float32, layout(Br))
     if Br == 128:
@@ -222,42 +236,80 @@ def scores(K, queries, n):
 
 
 @gluon.jit
-def step(state, operands, queries, dS_stages, ready, dq, t, n, steps, seen_from, scale_log2, MASKED: gl.constexpr):
-    """From (S^T of step n, of tile t, dK, dV) to (S^T of the next step, dK, dV), and adds to dq."""
-    S, dK, dV = state
-    K_left, K, V = operands
-    Q, dO, lse_2, delta, full = queries
-    Br: gl.constexpr = Q.shape[3]
-    D_pad: gl.constexpr = Q.shape[4]
-    query: gl.constexpr = gl.SliceLayout(0, S.type.layout)
-    stage = n % STAGES
-    Q_i, dO_i, dS_i = matrix(Q, stage), matrix(dO, stage), dS_stages.index(n & 1)
-    zeros = gl.full((Bc, Br), 0, gl.float32, S.type.layout)
-    dP = warpgroup_mma(V, dO_i.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if MASKED:
-        S = gl.where(gl.arange(0, Br, query)[None, :] >= (seen_from - t * Br)[:, None], S, float("-inf"))
-    lse_i = lse_2.index(stage).reshape((Br,)).load(query)
+def start_dP(V, dO_i):
+    """Starts dP^T = V_j dO_i^T."""
+    zeros = gl.full((Bc, dO_i.shape[0]), 0, gl.float32, layout(dO_i.shape[0]))
+    return warpgroup_mma(V, dO_i.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def row_stats(x, stage, S):
+    """lse_2 or delta of a stage: a number for each column of S^T."""
+    return x.index(stage).reshape((S.shape[1],)).load(gl.SliceLayout(0, S.type.layout))
+
+
+@gluon.jit
+def probabilities(S, lse_i, c):
+    """P^T = 2^(c S^T - lse)."""
     # No P is larger than 1. Rounding could make it larger where the scores are huge, and even infinite.
-    P = rounded(gl.exp2(gl.minimum(S * scale_log2 - lse_i[None, :], 0.0)), Q.dtype)
-    # As a left operand P stays in registers, every number in its thread. So does dS.
-    dV = warpgroup_mma(gl.convert_layout(P, gl.DotOperandLayout(0, dV.type.layout, 2)), dO_i, dV, is_async=True)
-    dP = warpgroup_mma_wait(1, (dP,))  # all products but the last one have ended
-    delta_i = delta.index(stage).reshape((Br,)).load(query)
-    dS = (widened(P) * (dP - delta_i[None, :])).to(Q.dtype)
+    return gl.exp2(gl.minimum(S * c - lse_i[None, :], 0.0))
+
+
+@gluon.jit
+def start_dV(dV, P, dO_i):
+    """Starts dV += P^T dO_i. As a left operand P stays in registers, every number in its thread. So does dS."""
+    return warpgroup_mma(gl.convert_layout(P, gl.DotOperandLayout(0, dV.type.layout, 2)), dO_i, dV, is_async=True)
+
+
+@gluon.jit
+def add_products(dS, dK, dV, Q_i, dS_i, operands, queries, ready, dq, t, n, steps):
+    """The second half of step n: (S^T of the next step, dK, dV), and dQ_i is added to tile t of dq."""
+    Br: gl.constexpr = Q_i.shape[0]
+    D_pad: gl.constexpr = Q_i.shape[1]
     dS_i.store(dS)
     hopper.fence_async_shared()  # the products must see what was stored
     mbarrier.arrive(ready.index(n & 1), count=1)  # all warps have stored, because the compiler lets them meet here
     # dQ_i (Br, D) = dS_i K_j. A warpgroup has 64 of its columns, or of its rows where there are 128 of them.
     zeros = gl.full((Br, D_pad), 0, gl.float32, layout(D_pad, 128 // Br))
-    dQ = warpgroup_mma(dS_i.permute((1, 0)), K, zeros, use_acc=False, is_async=True)
+    dQ = warpgroup_mma(dS_i.permute((1, 0)), operands.K, zeros, use_acc=False, is_async=True)
     dV = warpgroup_mma_wait(1, (dV,))  # P needs no registers any more
-    S = scores(K_left, queries, gl.minimum(n + 1, steps - 1))  # after the last step nobody uses it
+    S = scores(operands.K_left, queries, gl.minimum(n + 1, steps - 1))  # after the last step nobody uses it
     dS = gl.convert_layout(dS, gl.DotOperandLayout(0, dK.type.layout, 2))
     dK = warpgroup_mma(dS, Q_i, dK, is_async=True)
     dQ = warpgroup_mma_wait(2, (dQ,))
     add(dq + t.to(gl.int64) * (Br * D_pad), dQ)
     S, dK = warpgroup_mma_wait(0, (S, dK))
     return S, dK, dV
+
+
+@gluon.jit
+def step(state, operands, queries, dS_stages, ready, dq, t, n, steps, seen_from, scale_log2, MASKED: gl.constexpr):
+    """From (S^T of step n, of tile t, dK, dV) to (S^T of the next step, dK, dV), and adds to dq."""
+    S, dK, dV = state
+    stage = n % STAGES
+    Q_i, dO_i, dS_i = matrix(queries.Q, stage), matrix(queries.dO, stage), dS_stages.index(n & 1)
+    dP = start_dP(operands.V, dO_i)
+    if MASKED:
+        query = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))
+        S = gl.where(query[None, :] >= (seen_from - t * S.shape[1])[:, None], S, float("-inf"))
+    P = rounded(probabilities(S, row_stats(queries.lse_2, stage, S), scale_log2), queries.Q.dtype)
+    dV = start_dV(dV, P, dO_i)
+    dP = warpgroup_mma_wait(1, (dP,))  # all products but the last one have ended
+    delta_i = row_stats(queries.delta, stage, dP)
+    dS = (widened(P) * (dP - delta_i[None, :])).to(queries.Q.dtype)
+    return add_products(dS, dK, dV, Q_i, dS_i, operands, queries, ready, dq, t, n, steps)
+
+
+@gluon.jit
+def store_gradients(dk, dv, keys, where, dK, dV):
+    """Stores dK_j and dV_j from the place of K_j and V_j, which no product needs any more."""
+    K, V = matrix(keys.K, 0), matrix(keys.V, 0)
+    K.store(dK.to(K.dtype))
+    V.store(dV.to(V.dtype))
+    hopper.fence_async_shared()  # TMA must see what was stored
+    async_store(dk, where, keys.K.index(0))
+    async_store(dv, where, keys.V.index(0))
+    tma.store_wait(0)  # the shared memory must live until TMA has read it
 
 
 @gluon.jit
@@ -302,12 +354,7 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, queries, keys, dS, ready, work, le
             state = step(state, operands, queries, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, True)
             n += 1
     S, dK, dV = state
-    K.store((dK * scale).to(K.dtype))  # no product needs K_j and V_j any more: dK and dV are stored from their place
-    V.store(dV.to(V.dtype))
-    hopper.fence_async_shared()  # TMA must see what was stored
-    async_store(dk, [b, hk, j, 0], keys.K.index(0))
-    async_store(dv, [b, hk, j, 0], keys.V.index(0))
-    tma.store_wait(0)  # the shared memory must live until TMA has read it
+    store_gradients(dk, dv, keys, [b, hk, j, 0], dK * scale, dV)
 
 
 @gluon.jit
@@ -330,18 +377,26 @@ def schedule(tiles, causal, Nk, D_pad):
     return tile, head
 
 
-@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
-def backward_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr):
-    Br: gl.constexpr = q.block_type.shape[2]
+@gluon.jit
+def allocate(q, k, lse_2):
+    """(queries, keys, dS^T, ready): what a program has in shared memory."""
     Q = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_type.shape, q.layout)
     dO = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_type.shape, q.layout)
     K = gl.allocate_shared_memory(q.dtype, [1] + k.block_type.shape, k.layout)
     V = gl.allocate_shared_memory(q.dtype, [1] + k.block_type.shape, k.layout)
     lse_i = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_2.block_type.shape, lse_2.layout)
     delta_i = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_2.block_type.shape, lse_2.layout)
+    Br: gl.constexpr = q.block_type.shape[-2]
     swizzled: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Bc, Br], gl.float16)
     dS = gl.allocate_shared_memory(q.dtype, [2, Bc, Br], swizzled)  # transposed: a row for each key
     of_queries, ready, of_keys = make_barriers(STAGES), make_barriers(2), make_barriers(1)
+    return Queries(Q, dO, lse_i, delta_i, of_queries), Keys(K, V, of_keys), dS, ready
+
+
+@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
+def backward_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr):
+    Br: gl.constexpr = q.block_type.shape[2]
+    queries, keys, dS, ready = allocate(q, k, lse_2)
     tiles = gl.cdiv(Nq, Br)
     tile, bhk = schedule(gl.cdiv(Nk, Bc), CAUSAL, Nk, k.block_type.shape[3])
     j, Hk = tile * Bc, H // group
@@ -350,7 +405,6 @@ def backward_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, s
     first_tile = 0  # the first tile of queries of which one sees a key
     if CAUSAL:
         first_tile = gl.minimum(tiles, gl.maximum(0, j - (Nk - Nq)) // Br)
-    queries, keys = Queries(Q, dO, lse_i, delta_i, of_queries), Keys(K, V, of_keys)
     work, lengths = WorkTile(b, hk, h, j, first_tile, tiles), Lengths(H, group, Nq, Nk)
     # The first function runs on the kernel's own 8 warps, the second on a warp of its own, as in fwd_3_gluon.
     gl.warp_specialize([
@@ -359,15 +413,21 @@ def backward_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, s
     ], [1], [24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["Nq"])
-def dq_kernel(sums, dq, Nq, scale, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr):
-    """dq (B * H, Nq, D) = scale * sums, whose tiles of Br * D_pad numbers are in the order in which `add` left them."""
-    program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
-    i, bh = program % tiles * Br, program // tiles
-    tile = tl.load(sums + program.to(tl.int64) * Br * D_pad + tl.arange(0, Br * D_pad))
+@triton.jit
+def load_sums(sums, D_pad: tl.constexpr, Br: tl.constexpr):
+    """A tile (Br, D_pad) of dQ, whose numbers are in the order in which `add` left them."""
+    tile = tl.load(sums + tl.arange(0, Br * D_pad))
     # column / 64, row / 16, column / 8 % 8, row % 8, column / 2 % 4, row / 8 % 2, column % 2
     tile = tl.reshape(tile, (D_pad // 64, Br // 16, 8, 8, 4, 2, 2))
-    tile = tl.reshape(tl.permute(tile, (1, 5, 3, 0, 2, 4, 6)), (Br, D_pad)) * scale
+    return tl.reshape(tl.permute(tile, (1, 5, 3, 0, 2, 4, 6)), (Br, D_pad))
+
+
+@triton.jit(do_not_specialize=["Nq"])
+def dq_kernel(sums, dq, Nq, scale, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr):
+    """dq (B * H, Nq, D) = scale * sums. Grid: B * H * ceil(Nq / Br)."""
+    program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
+    i, bh = program % tiles * Br, program // tiles
+    tile = load_sums(sums + program.to(tl.int64) * Br * D_pad, D_pad, Br) * scale
     row, column = i + tl.arange(0, Br)[:, None], tl.arange(0, D_pad)[None, :]
     place = dq + (bh.to(tl.int64) * Nq + row) * D + column
     tl.store(place, tile.to(dq.dtype.element_ty), mask=(row < Nq) & (column < D))

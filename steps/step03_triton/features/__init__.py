@@ -5,7 +5,8 @@ This file has the names that steps/contract.py expects of a stage with features 
     options.py                    the options: their defaults, and the checks of what is given
     scores.py                     what a feature does to a tile of scores
     flash.py, flash_kernels.py    the kernels that have all of them; tiles.py: how they read and write
-    flash_gluon.py                faster ones on Hopper for a window, packed sequences and sinks
+    flash_gluon.py                a faster forward on Hopper for a window, packed sequences and sinks
+    flash_gluon_backward.py       a faster backward on Hopper for these, a soft-cap and dropout
     decode.py                     few queries and many keys
     dropout.py                    seeds, and which entries of P are kept
     sdpa.py, models.py            torch's function, and models that exist
@@ -15,7 +16,7 @@ import torch
 
 from steps import checks
 
-from . import decode, flash, flash_gluon, options
+from . import decode, flash, flash_gluon, flash_gluon_backward, options
 from .dropout import draw_seed  # noqa: F401  The contract finds these here.
 from .options import (  # noqa: F401
     CARRIED,
@@ -85,8 +86,8 @@ def backward_kernel(q, k, f, wanted):
     if not f.get("asked"):
         return None
     free = f["tile"] is None and not f["deterministic"]
-    if free and k.numel() and flash_gluon.fits_backward(q, f["asked"]):
-        kernel, names = flash_gluon.backward, ("causal", "scale", "sinks")
+    if free and k.numel() and flash_gluon_backward.fits(q, f["asked"]):
+        kernel, names = flash_gluon_backward.backward, flash_gluon_backward.OPTIONS
     else:
         kernel, names = flash.backward, (*OF_FLASH, "mask_gradient")
     f = f | {"mask_gradient": "mask" in wanted}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The forward of flash.py with a window, packed sequences or sinks on Hopper, and the backward with sinks alone.
+"""The forward of flash.py with a window, packed sequences or sinks on Hopper.
 
 In the forward a producer and two or three consumers work as in fwd_3_gluon.py. What is different:
 
@@ -8,13 +8,12 @@ In the forward a producer and two or three consumers work as in fwd_3_gluon.py. 
     packed    A sequence is a range of rows of one long tensor. The copy engine reads zeros, and writes nothing, beyond
               the end of a tensor, but does not know where a sequence ends. `ragged` describes the tensor in such a way
               that a dimension ends where the sequence ends.
-    sinks     One more key of value 0 at the end, by flash_kernels.add_sink. lse contains it, so the backward only needs
-              another delta_kernel before the kernels of bwd_2_gluon.py.
+    sinks     One more key of value 0 at the end, by flash_kernels.add_sink.
 
-Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py and
-bwd_2_gluon.py; at head_dim 64 with two consumers if many tiles need a mask, because three would spill registers then.
-Left out: all other features, and in the forward head_dims below 64. A narrow window at 64 is faster in flash.py.
-Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, scheduler.py, scores.py, flash_kernels.py, replay.py, tiles.py.
+Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py;
+at head_dim 64 with two consumers if many tiles need a mask, because three would spill registers then.
+Left out: all other features, and head_dims below 64. A narrow window at 64 is faster in flash.py.
+Needs torch, Triton, fwd_3_gluon.py, scheduler.py, scores.py, flash_kernels.py, replay.py and tiles.py.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .. import bwd_2_gluon
 from ..fwd_3_gluon import (
     LOG2_E,
     STAGES,
@@ -51,8 +49,7 @@ from ..fwd_3_gluon import (
 from ..replay import replayed
 from ..scheduler import Lengths, Order, order_of, place, programs_for, rounds_of
 from .flash_kernels import add_sink as add_sink_in_triton
-from .flash_kernels import delta_kernel
-from .scores import Features, check_options
+from .scores import check_options
 from .tiles import new_like, strides_of
 
 add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because it means the same in both languages.
@@ -291,29 +288,3 @@ def forward(
         num_warps=4, maxnreg=168 if Br == 128 else 128,
     )  # fmt: skip
     return out, lse
-
-
-def fits_backward(q, asked):
-    """Whether `backward` takes q. asked: the names of the features in use, without causal."""
-    return [*asked] == ["sinks"] and q.shape[-1] >= 64 and bwd_2_gluon.refusal(q) is None
-
-
-@replayed
-def backward(record, dout, q, k, v, out, lse, *, sinks, causal=False, scale=None):
-    """(dq, dk, dv, dsinks), like flash.backward with only these options.
-
-    dq changes in its last bits from run to run. head_dim is at most 128, and there is at least one query and one key.
-    """
-    check_options(q, scale=scale, sinks=sinks)
-    (B, H, Nq, D), Nk = q.shape, k.shape[2]
-    tiles, stride = triton.cdiv(Nq, 64), 4 * triton.cdiv(Nq, 4)  # each row begins at a multiple of 16 bytes
-    lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
-    dsinks, dtype = record.new((B * tiles, H)), sinks.dtype
-    f = Features(D**-0.5 if scale is None else scale, sinks=record.in_float32(sinks))
-    lse = record.derive(torch.Tensor.contiguous, lse)
-    record.launch(
-        delta_kernel, B * H * tiles, dout, out, lse, lse_2, delta, dsinks, strides_of(dout), strides_of(out), stride,
-        H, Nq, Nk, Nq, f, D=D, D_pad=triton.next_power_of_2(D), Br=64,
-    )  # fmt: skip
-    gradients = bwd_2_gluon.gradients(record, dout, q, k, v, lse_2, delta, causal, scale)
-    return *gradients, record.derive(lambda dsinks: dsinks.sum(0).to(dtype), dsinks, like=sinks)
