@@ -260,31 +260,33 @@ def at_hand():
     """Notebook 04b: with whose queries and keys rank 2 of four computes, in four ways to share a sequence."""
     rank, head = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy")  # (head, rank), drawn row by row
     own, all_of, one_head = (rank == 2).int(), torch.ones(4, 4, dtype=torch.int), (head == 2).int()
-    ways = {  # (Q, K and V), 1 where a rank's head is at hand
+    ways = {  # (Q, K and V), 1 where a rank's head is at hand, 2 where a result goes back for it
         "query-parallel": (own, all_of),
-        "star": (all_of, own),
-        "Ulysses": (one_head, one_head),
-        "ring": (own, own + (rank == 1).int()),
+        "ring": (own, all_of),
+        "star": (2 * all_of, own),
+        "Ulysses": (2 * one_head, one_head),
     }
     fig, axes = plt.subplots(2, 4, figsize=(7.6, 4.1), layout="constrained", sharex=True, sharey=True)
     for column, (title, both) in zip(axes.T, ways.items(), strict=True):
         for ax, here, name in zip(column, both, ("Q", "K, V"), strict=True):
-            looks = here * (2 - own)  # 0: not at hand, 1: its own, 2: sent by others
-            colours = ListedColormap(["white", COLOURS[5], COLOURS[1]])
-            ax.pcolormesh(looks, cmap=colours, edgecolors=INK, lw=0.6, vmin=0, vmax=2)
+            looks = torch.where(own > 0, here.clamp(max=1), here + (here > 0))  # 1: its own, 2 and 3: sent by others
+            colours = ListedColormap(["white", COLOURS[5], COLOURS[1], COLOURS[4]])
+            ax.pcolormesh(looks, cmap=colours, edgecolors=INK, lw=0.6, vmin=0, vmax=3)
             ax.set(xlim=(-0.05, 4.05), ylim=(4.05, -0.05), aspect="equal")
             ax.set_xticks([i + 0.5 for i in range(4)], range(4))
             ax.set_yticks([i + 0.5 for i in range(4)], range(4))
             ax.tick_params(length=0)
             ax.grid(False)
-            ax.set_title(f"{title}: {name}" + " in turn" * (title == "ring" and name != "Q"), fontsize=10, loc="left")
+            ax.set_title(f"{title}: {name}" + " in step" * (title == "ring" and name != "Q"), fontsize=10, loc="left")
         column[1].set_xlabel("rank whose positions")
-    axes[1, 3].annotate("", (1.4, 3.5), (0.4, 3.5), arrowprops={"arrowstyle": "->", "lw": 1.6, "color": INK})
+    for step, src in enumerate((2, 1, 0, 3)):  # Of the ring's keys, rank 2 has only those of one step at a time.
+        for row in range(4):
+            axes[1, 1].text(src + 0.5, row + 0.5, step, ha="center", va="center_baseline", fontsize=9)
     for ax in axes[:, 0]:
         ax.set_ylabel("head")
-    handles = [plt.Rectangle((0, 0), 1, 1, fc=colour, ec=INK) for colour in (COLOURS[5], COLOURS[1])]
-    names = "rank 2's own", "sent to rank 2"
-    fig.legend(handles, names, fontsize=9, ncols=2, loc="outside lower center")
+    handles = [plt.Rectangle((0, 0), 1, 1, fc=colour, ec=INK) for colour in (COLOURS[5], COLOURS[1], COLOURS[4])]
+    names = "rank 2's own", "sent to rank 2", "sent to rank 2, which sends a result back"
+    fig.legend(handles, names, fontsize=9, ncols=3, loc="outside lower center")
     return fig
 
 

@@ -19,7 +19,7 @@
 # ![Four ranks in a row. Each keeps its queries. Arrows lead from the keys and values of each rank to the next one, and
 # from the last rank back to the first.](../notebooks/figures/question_04a.png)
 #
-# - **Before you start:** notebook 00 (tiles, lse, delta). Nothing about distributed programs.
+# - **Before you start:** notebook 00 (tiles, lse, delta). No distributed programming.
 # - **Time:** about 55 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md). No GPU is needed.
 # - **Tests:** `pytest tests/test_step04_ring.py`.
@@ -30,7 +30,7 @@
 import steps  # comes first, because it chooses the engine
 import torch
 from steps import step00_naive as step00
-from steps.course.figures import n04a_ring as figures, n04x_deeper
+from steps.course.figures import n04a_ring as figures
 from steps.step04_ring import Layout, merge as merging
 from steps.step04_ring.strategies import lesson_2_overlap
 from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
@@ -39,23 +39,26 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The memory of one device
 #
-# No stage so far stores a matrix of all scores. q, k, v, out and lse grow only like the length S of the sequence, but
-# each of the 32 layers must keep its own until the backward has used them. Here H = 32 heads, Hk = 8 heads of K and V, and
-# D = 128.
+# No stage so far stores a matrix of all scores. q, k, v, out and lse grow only like the length S of the sequence. But
+# without recomputing, each of the 32 layers must keep its own until the backward has used them. Here H = 32 heads, Hk =
+# 8 heads of K and V, and D = 128.
 
 # %% slideshow={"slide_type": "fragment"}
 layers, H, Hk, D, mlp = 32, 32, 8, 128, 14336  # mlp: the width of the layers' MLP
 attention = 2 * (2 * H + 2 * Hk) * D + 4 * H  # bytes a token: q, out, k, v in bfloat16; lse
 rest = 2 * (2 * H * D + 3 * mlp)  # the inputs of two norms, three tensors of the MLP
+inputs = 2 * H * D  # of the layers: all that is kept if the backward recomputes a layer
 for S in (2**13, 2**17, 2**20):
-    kept, others = (layers * S * x / 1e9 for x in (attention, rest))
-    print(f"S = {S:9,}: attention keeps {kept:5.1f} GB, the rest {others:6.1f} GB")
+    kept, others, least = (layers * S * x / 1e9 for x in (attention, rest, inputs))
+    print(f"S = {S:9,}: attention keeps {kept:5.1f} GB,", end=" ")
+    print(f"the rest {others:6.1f} GB, layers' inputs {least:5.1f} GB")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: the keys travel
 #
-# At a million tokens attention keeps 691.5 GB, and an H200 has 141. The rest keeps five times as much. But norms and
-# the MLP treat each token alone, and need nothing of other tokens. So the *sequence* is divided: each of N devices,
+# At a million tokens attention and the rest keep 4,127 GB. An H200 has 141, so it takes 30 of them. A model that
+# recomputes each layer in the backward (*activation checkpointing*) still keeps the layers' inputs, 275 GB. But norms
+# and the MLP treat each token alone, and need nothing of other tokens. So the *sequence* is divided: each of N devices,
 # called **ranks**, holds S / N of the S positions. Only attention needs more than its own tokens: a query needs keys
 # that lie on other ranks.
 #
@@ -63,7 +66,7 @@ for S in (2**13, 2**17, 2**20):
 #
 # One query has attended to the keys A on rank 0, and to the keys B on rank 1. Write $o$ for a part's out and $\ell$ for
 # its lse, the log of its sum of exponentials. For one part, $e^{\ell_A} o_A = \sum_A e^{s_j} v_j$ is the sum that was
-# not divided yet. Add both sums, and divide by $e^{\ell_A} + e^{\ell_B}$:
+# not divided yet. So:
 #
 # $$\ell = \log(e^{\ell_A} + e^{\ell_B}) \qquad w = e^{\ell_B - \ell} \qquad o = (1 - w)\, o_A + w\, o_B$$
 #
@@ -86,12 +89,11 @@ print(f"w = {w.item():.2f}: lse {lse.item():.2f}  out {out[0]}")
 print("claim 1:", torch.allclose(out, step00.forward(Q[5:], K, V)[0]))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# B has 0.91 of the sum: the result (6.83, 1.34) lies near B's.
-#
 # Written like this, the formula fails twice. exp(lse) overflows above 88. And a query that has seen no key has lse =
 # -inf: with two such parts, -inf - (-inf) is NaN. The stage's `merge` avoids both, and you will write it.
 #
-# **Claim 2.** Parts may be merged in any order, up to rounding. So each rank may begin with its own keys.
+# **Claim 2.** Parts may be merged in any order, up to rounding. So each rank may begin with its own keys. The attention
+# of a rank's queries over the keys of one rank is called a **block**.
 
 # %% slideshow={"slide_type": "fragment"}
 for a, b in ((0.0, 1.0), (100.0, 100.0), (-torch.inf, -torch.inf)):
@@ -137,8 +139,7 @@ check("04.1", merge)
 # </details>
 #
 # `figures.ranks` starts processes with the stage's `launch.Ranks`; they send messages by torch's library for CPUs. In
-# the test a block only sleeps for 100 ms. The sleep stands for a GPU that computes while the CPU is free. In the
-# listing a `P2POp` describes one message; `batch_isend_irecv` starts both and returns at once.
+# the test a block only sleeps for 100 ms. The sleep stands for a GPU that computes while the CPU is free.
 
 # %% slideshow={"slide_type": "fragment"}
 two_ranks = figures.ranks(2)
@@ -154,8 +155,8 @@ show("step04_ring/strategies/lesson_2_overlap", "post", "attention")
 #
 # ### The ring, in one process
 #
-# Every rank keeps its queries. In each of N steps it attends to the keys at hand, merges, and hands the keys on. Here are
-# two ranks of three tokens. The ranks are a loop, and a hop rotates a list.
+# Every rank keeps its queries. In each of N steps it attends to the keys at hand and merges. After each step but the
+# last it hands the keys on. Here are two ranks of three tokens. The ranks are a loop, and a hop rotates a list.
 
 # %% slideshow={"slide_type": "fragment"}
 N = 2
@@ -171,15 +172,15 @@ for step in range(N):
         print(f"step {step}, rank {rank} has K{src}, V{src}; its last query:", end=" ")
         print(f"block {out_block[2]}, lse {lse_block[2]:.2f}")
         print(f"    merged {out[rank][2]}, lse {lse[rank][2]:.2f}")
-    at_hand = at_hand[-1:] + at_hand[:-1]  # the hop: rank r gets what rank r - 1 had
+    if step + 1 < N:
+        at_hand = at_hand[-1:] + at_hand[:-1]  # the hop: rank r gets what rank r - 1 had
 want, want_lse = step00.forward(Q, K, V)
 print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Follow rank 1, whose last query is query 5. In step 0 it has its own keys: B's result. In step 1 rank 0's keys have
-# arrived: A's result. Merged, that is (6.83, 1.34) again.
+# Rank 1 merges B's result, then A's, for query 5: (6.83, 1.34) again.
 #
-# A rank holds two pairs of K and V, the one at hand and the one that is arriving. So a rank stores 2 / N of all K and V.
+# Beside its own, a rank holds two pairs of K and V, the one at hand and the one that is arriving: 2 / N of all K and V.
 # There are N blocks and N - 1 hops.
 #
 # ### Line by line
@@ -191,10 +192,10 @@ print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 # | [5] a block: any kernel that gives (out, lse) | the argument `block` |
 # | [6–8] merge | `merge.py`: `merge` |
 #
-# In the function, `src` is the rank whose keys have come, and `work` says which of them the causal mask lets us see.
-# `transport` is how keys travel: here **relay**, the hops from neighbour to neighbour. (04b explains another, *fetch*.)
-# The stage's `attention`, which calls this, first lets the ranks compare their arguments. If they differ, each raises an
-# error that names the argument.
+# In the function, `src` is the rank whose keys have come, and `work` names the queries and keys to compute. n' counts
+# the next rank's positions. `to_the_end` takes the steps that are left if a block raises, as other ranks wait for them.
+# `transport` is how keys travel: here **relay**, the hops from neighbour to neighbour. With another, **fetch**, each
+# rank copies keys from their owner (04b).
 #
 # The six tokens go through it in two processes:
 
@@ -207,11 +208,11 @@ show("step04_ring/ring", "forward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. The backward
 #
-# Notebook 00's dS is here $ds_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$, with $P_{ij} = e^{s_{ij} - \mathit{lse}_i}$ and
-# $\mathit{delta}_i = dO_i \cdot O_i$. Two numbers of the *whole row* enter, lse and delta.
+# Notebook 00's dS is here $ds_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$, with
+# $P_{ij} = e^{s_{ij} - \mathit{lse}_i}$ and $\mathit{delta}_i = dO_i \cdot O_i$. Two numbers of the *whole row* enter, lse and delta.
 #
-# **Claim 3.** Compute each block's gradients with the final lse and out. They are right, and are simply added. With a block's
-# own lse and out they are wrong:
+# **Claim 3.** Compute each block's gradients with the final lse and out. They are right, and are simply added. With a
+# block's own lse and out they are wrong:
 
 # %% slideshow={"slide_type": "fragment"}
 dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
@@ -228,9 +229,9 @@ print("all keys at once:                    dq of query 5", dq[5])
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Whose keys are where
 #
-# dQ stays with its rank. dK and dV are sums over the queries of *all* ranks: they travel with their K and V, and must end
-# at their owner. If the ring turns the other way, this takes no extra hop. The backward begins with the keys that the
-# forward ended with, those of rank + 1, and ends with the rank's own.
+# dQ stays with its rank. dK and dV are sums over the queries of *all* ranks: they travel with their K and V, and must
+# end at their owner. If the ring turns the other way, this takes no extra hop. The backward begins with the keys that
+# the forward ended with, those of rank + 1, and ends with the rank's own.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.whose_keys()
@@ -247,7 +248,8 @@ def reverse_step(rank, step, N):
 
     src is the rank whose K and V are at hand. kv_to is the rank that K and V are sent to
     while the block is computed, and dkv_to the one that the sums of their dK and dV are
-    sent to after it; None where nobody needs them any more, or where they have arrived.
+    sent to after it; None where they have arrived at their owner. A rank has stored only
+    the K and V that the forward ended with, so that it needs its own back, too.
     """
     raise Blank
 
@@ -262,30 +264,30 @@ check("04.2", reverse_step)
 # Under a causal mask late queries see much, and early ones little. As every rank waits for its neighbour's keys, the
 # slowest sets the pace. So it matters which positions a rank holds, its **layout**.
 #
-# The figure deals 8 positions to 4 ranks. A number is the step in which a score is computed. **How many ranks compute
-# something in step 3?**
+# The figure deals 8 positions to 4 ranks. A number is the step in which a score is computed. **In step 3, how many
+# contiguous ranks compute?**
 
 # %% slideshow={"slide_type": "fragment"}
 figures.who_computes()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Contiguous**: rank 3 alone. **Zigzag** gives each rank an early and a late chunk: in every step all do equally much.
-# **Striped** deals positions like cards. Add the scores of the slowest rank over the steps: zigzag has 9, striped 12,
-# contiguous 15. With two positions a rank striped needs 12 where zigzag needs 9; with thousands the two are nearly equal.
+# **Striped** deals positions like cards. The titles add up the scores of the slowest rank: 15, 9, and 12. With
+# thousands of positions zigzag and striped are nearly equal.
 #
 # Contiguous ranks have blocks of S / N queries and keys. A block counts as 1. A large block on the diagonal counts as
 # 1/2, as half of it is hidden. (The figure's small ones show 3 scores of 4.) The last rank has N - 1/2 blocks to
 # compute, the mean rank N / 2. So the mean rank computes N / (2N - 1) of the time: 4/7 with four ranks.
 #
-# The timelines are a model of relay: blocks and messages are as fast as recorded on H200s, and run beside each other. (On
-# GPUs relay's do not quite: 04b, part 6.) A bar's colour is the owner of the keys. A hop starts when sender and receiver
-# have both posted it. The black line belongs to the receiver.
+# The timelines are a model of 32k positions: what if hops and blocks ran beside each other, each as fast as recorded on
+# H200s? (Relay on GPUs hides little, and takes twice as long: 04b, part 6.) A hop starts when sender and receiver have
+# both posted it. The black line belongs to the receiver.
 
 # %% slideshow={"slide_type": "fragment"}
-n04x_deeper.timeline("contiguous")
+figures.timeline("contiguous")
 
 # %% slideshow={"slide_type": "fragment"}
-n04x_deeper.timeline("zigzag")
+figures.timeline("zigzag")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 04.3: which part each rank computes
@@ -310,12 +312,12 @@ check("04.3", visible_part)
 # ## 6. Check it, then break it
 #
 # `differences` runs the ring, forward and backward, and compares with one device: only float32's rounding may be left.
-# Then we break the table of work of four ranks: `no_diagonal` masks nothing in a block, and with `key_too_many` a rank of
-# striped sees one key too many. **Which of the two is not seen by tests without a causal mask?**
+# Then we break the table of work of four ranks: `no_diagonal` masks nothing in a block, and with `key_too_many` a rank
+# of striped sees one key too many. **Which of them do tests without a causal mask miss?**
 #
 # <details><summary>Answer</summary>
 #
-# Both. Only in striped has a block with keys of a *later* rank a diagonal. So only striped shows `key_too_many`.
+# Both. Only in striped has a block with keys of a *later* rank a diagonal.
 #
 # </details>
 
@@ -346,13 +348,12 @@ print(figures.mistakes_seen(no_diagonal, key_too_many))
 # ## 7. Predict, then measure
 #
 # Two or four H200 share the forward of a causal sequence of 32k positions, over fetch, the faster transport. Efficiency
-# is the time of one GPU, divided by the number of GPUs and by the ring's time. Each ring took turns with one GPU, so
-# each line has its own time of one GPU. **How much do you expect of contiguous, how much of zigzag?**
+# is the time of one GPU, divided by the number of GPUs and by the ring's time. Each ring was timed beside its
+# own run on one GPU. **How much do you expect of contiguous, how much of zigzag?**
 #
 # <details><summary>Answer</summary>
 #
-# Contiguous cannot have more than N / (2N - 1), which is 0.67 of two and 0.57 of four, and zigzag 1. Messages, merging and
-# launches take the rest.
+# Contiguous cannot have more than N / (2N - 1), which is 0.67 of two and 0.57 of four, and zigzag 1.
 #
 # </details>
 
@@ -392,8 +393,8 @@ print(figures.layouts_measured())
 # 5. One rank passes `causal=True`, the others do not. What would the loop of hops do, and what does `attention` do?
 #    <details><summary>Answer</summary>
 #
-#    All messages would fit, so nothing would hang, and only one rank's rows of out would be masked. `attention` lets the
-#    ranks compare their arguments first: each raises a ValueError that names `causal`.
+#    All messages would fit, so nothing would hang, and only one rank's rows of out would be masked. `attention` lets
+#    the ranks compare their arguments first: each raises a ValueError that names `causal`.
 #    </details>
 
 # %% [markdown] slideshow={"slide_type": "subslide"}

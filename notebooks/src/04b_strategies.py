@@ -16,14 +16,13 @@
 #
 # *What does the ring cost beside the other ways to share a sequence, and which one should I take?*
 #
-# ![The queries, and the keys and values, that rank 2 of 4 computes with. Query-parallel: own queries, all keys. Star: all
-# queries, own keys. Ulysses: one head of all. Ring: own queries, keys of one other rank at a
-# time.](../notebooks/figures/question_04b.png)
+# ![The queries, and the keys and values, that rank 2 of 4 computes with. Query-parallel: own queries, all keys. Ring: own
+# queries, keys of one rank in each step. Star: all queries, own keys. Ulysses: one head of all. Star and Ulysses send
+# results back.](../notebooks/figures/question_04b.png)
 #
 # - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercise.
-# - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. No GPU is
-#   needed.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercise. (Most of these: the bug hunt at the end.)
+# - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md). No GPU is needed.
 # - **Tests:** `pytest tests/test_step04_strategies.py tests/test_step04_faults.py`.
 # - **Symbols:** as in 04a, S is the length of the sequence, and N the number of ranks
 #   ([reference/symbols.md](../reference/symbols.md)). **Terms:** [reference/glossary.md](../reference/glossary.md).
@@ -41,20 +40,19 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem: a message that nothing hides
 #
-# The ring hides a hop behind a block, if the block takes longer. Each of N ranks has c = S / N positions. In a step of the
-# causal zigzag ring half of a block's c² scores are visible: $2 B H c^2 D$ operations. K and V are $4 B H_k c D$ bytes in
-# bfloat16. With F operations and W bytes a second the block takes longer from
+# The ring hides a hop behind a block, if the block takes longer. Each of N ranks has c = S / N positions. In a step of
+# the causal zigzag ring half of a block's c² scores are visible: $2 B H c^2 D$ operations. K and V are $4 B H_k c D$
+# bytes in bfloat16. With F operations and W bytes a second the block takes longer from
 #
 # $$c \ge 2\, \frac{F}{W}\, \frac{H_k}{H}$$
 #
-# tokens on: work grows like c², bytes like c. B, D and the number of ranks cancel.
+# tokens on: work grows like c², bytes like c. B, D and the number of ranks cancel. (A message's latency, left out here,
+# makes c larger.)
 #
-# A **transport** is how K and V travel. **Relay** is 04a's hops; with **fetch** (part 3) each rank copies K and V from
-# their owner. The backward has 2.5 times the operations. K and V are 1 unit of bytes. dK and dV are 2 units in float32
-# (relay): 3 in all, factor 2 · 3 / 2.5 = 2.4. In bfloat16 (fetch) they are 1: 2 in all, factor 1.6. ([The
-# paper](../papers/ring_attention.md) has c ≥ F / W: there all of a block's scores are visible.)
+# The backward has 2.5 times the operations. K and V are 1 unit of bytes. dK and dV are 2 units in float32 (04a's
+# **relay**): the 2 becomes 2 · 3 / 2.5 = 2.4. In bfloat16 (**fetch**, part 3) they are 1: 1.6.
 #
-# F was measured on one H200, W on two. The cell has Hk = H.
+# F was measured on one H200, W on two. Hk = H:
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.tokens_needed())
@@ -101,20 +99,21 @@ for name, out in ways.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who sends what
 #
-# Eight times the (6.83, 1.34) of notebook 00: all four are exact. They differ in what travels. A rank's queries, or its
-# results, are q = B H c D numbers, its keys and values kv = 2 B Hk c D.
+# Eight times the (6.83, 1.34) of notebook 00: all four are exact. (Star Attention has a first phase, which
+# approximates. This is the second.) A rank's queries, or its results, are q = B H c D numbers, its keys and values kv =
+# 2 B Hk c D.
 #
-# | strategy | what moves | a rank sends, forward | holds beside its own | limit |
-# |---|---|---|---|---|
-# | query-parallel | K, V to everybody | (N - 1) kv | 2 N kv | not striped |
-# | ring | K, V from rank to rank | (N - 1) kv | 2 kv, float32 out, parts to merge: up to 8 q | – |
-# | star | queries to everybody, results home | about (N - 1) · 2 q | up to 3 N q | no backward |
-# | Ulysses | positions against heads | (N - 1) / N · (2 q + kv) | 5 q + kv | N divides H and Hk |
+# | strategy | what moves | a rank sends, forward | can be hidden? | holds beside its own | limit |
+# |---|---|---|---|---|---|
+# | query-parallel | K, V to everybody | (N - 1) kv | no | 2 N kv | not striped |
+# | ring | K, V from rank to rank | (N - 1) kv | behind blocks | 2 kv; out and parts to merge: up to 8 q | – |
+# | star | queries to everybody, results home | about (N - 1) · 2 q | no | up to 3 N q | no backward here |
+# | Ulysses | positions against heads | (N - 1) / N · (2 q + kv) | no | 5 q + kv | N divides H and Hk |
 #
-# Ulysses sends only what belongs to other ranks' heads. S is fixed, so q and kv are proportional to 1 / N, and (N - 1) / N
-# stays below 1: a rank sends *less* with more ranks.
+# With S fixed, q and kv are proportional to 1 / N: in Ulysses a rank sends *less* with more ranks.
 #
-# **Predict.** With grouped heads, Hk = H / 4, which of the four send less than with Hk = H?
+# **Predict.** With **grouped heads** several query heads share one head of K and V. If Hk = H / 4, which of the four
+# send less than with Hk = H?
 #
 # <details><summary>Answer</summary>
 #
@@ -125,11 +124,11 @@ for name, out in ways.items():
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
 #
-# Query-parallel **gathers**: every rank gets the keys of all. A rank's queries are one or two runs of successive positions,
-# and each run is one ordinary call of attention. Nothing is merged.
+# Query-parallel **gathers**: every rank gets the keys of all. A rank's queries are one or two runs of successive
+# positions, and each run is one ordinary call of attention. Nothing is merged.
 #
-# Ulysses is attention on one device between two **all-to-alls**, here `to_heads` and `to_positions`: each rank sends every
-# other rank a different part. Between them a rank has all positions of its share of the heads.
+# Ulysses is attention on one device between two **all-to-alls**, here `to_heads` and `to_positions`: each rank sends
+# every other rank a different part. (`team` has the ranks and the kernel.)
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/strategies/lesson_5_ulysses", "forward")
@@ -147,24 +146,29 @@ for name in ("query_parallel", "ring", "star", "ulysses"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The ring's other transport: fetch
 #
-# On a GPU each of relay's hops is a kernel of NCCL, NVIDIA's library for messages between GPUs, and occupies
-# multiprocessors.
+# On a GPU each of relay's hops is a kernel of NCCL, NVIDIA's library for messages between GPUs. It occupies
+# **multiprocessors**, the units of a GPU that also compute the blocks.
 #
-# Inside a host every GPU can read the memory of the others. In **fetch** ([`fetch.py`](../steps/step04_ring/fetch.py)) a
-# rank's copies are made by the GPU's **copy engine**, a unit that only copies. A **barrier**, which no rank
-# passes before all have come, makes sure that the keys are there. In the backward each rank copies its part of dK and dV to
-# the owner, which adds the parts in float32.
+# Inside a host every GPU can read the memory of the others. In **fetch** ([`fetch.py`](../steps/step04_ring/fetch.py))
+# a rank's copies are made by the GPU's **copy engine**, a unit that only copies. It is still a ring: blocks, their
+# order and the merge are the same. Each rank first copies its own K and V to where all can read them. Then comes a
+# **barrier**, which no rank passes before all have come. In the backward each rank copies its part of dK and dV to the
+# owner, which adds the parts in float32.
 #
-# **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order; two streams run
-# beside each other. The blocks are in torch's current stream, copies and barrier in a second one, the *side*
-# ([`side.py`](../steps/step04_ring/ranks/side.py)). Between streams only an **event** keeps an order: one stream notes
-# it, the other waits for it. `mark` notes one on the side. `lead` lets the block wait for a mark, until its K and V
-# have been copied. With `follow` the next copy into a buffer waits until the block has read the old keys. Without one
-# of these waits the results are wrong now and then, and nothing complains. (`wanted` are the ranks to fetch from,
-# `free` two buffers; `in_a_graph` is for [04x](04x_deeper.ipynb).)
+# **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order. Between two
+# ([`side.py`](../steps/step04_ring/ranks/side.py)) only an **event** keeps an order: one stream notes it, the other
+# waits for it. `lead` lets a block wait until its K and V have been copied, `follow` the next copy into a buffer until
+# the block has read the old keys. Without one of these waits the results are wrong now and then, and nothing complains.
 
 # %% slideshow={"slide_type": "fragment"}
-show("step04_ring/fetch", "side.copy((mine[0]", until="if missing")
+figures.two_streams()
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# After the barrier: `order` has the owners of the keys, block by block, and `wanted` those to fetch from. `free` are
+# two buffers. `start` begins a copy, `arriving` has the event after it, and `there` the K and V.
+
+# %% slideshow={"slide_type": "fragment"}
+show("step04_ring/fetch", "for buffer in free", until="if missing")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. In your model
@@ -175,7 +179,7 @@ show("step04_ring/fetch", "side.copy((mine[0]", until="if missing")
 #   `Layout.positions(rank)` takes the place of `arange`.
 # - **Labels.** A token's label is the next token, which may be on another rank.
 # - **Loss.** Shards differ in length. Each rank's *sum* is divided by the number of labels of all ranks.
-# - **Gradients** of the weights are summed over the ranks, once, after the backward. (With FSDP:
+# - **Gradients** of the weights are summed over the ranks, once, after the backward. (DDP and FSDP average them:
 #   [04x](04x_deeper.ipynb).)
 #
 # [`in_your_model.py`](../steps/step04_ring/in_your_model.py) has a decoder of two layers and 37 tokens. Four ranks run
@@ -220,85 +224,80 @@ check("04.4", of_rank)
 #
 # <details><summary>Answer</summary>
 #
-# None: each is a plausible loss. The gradients are off by several percent and more.
+# None, with nothing to compare it to: each is a plausible loss. The gradients are off by several percent and more.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_in_a_model()
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Bug hunt 04.bug1: somewhere in the third hour
-#
-# Four ranks trained a model for weeks. Since the documents are single sentences, all four stand still after some hundred
-# steps, each waiting for another one. `python -m steps check 04.bug1` writes `my/04_bug1.py`.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Predict, then measure
 #
-# Two and four H200 of one host, causal zigzag. **At which lengths does the ring over fetch keep about nine tenths of the
-# GPUs' speed? In the forward relay sends the same bytes, at 0.89 of fetch's rate. How much slower is its ring?**
+# Two and four H200 of one host, causal zigzag. **At which lengths does the ring over fetch keep about nine tenths of
+# the GPUs' speed? In the forward relay sends the same bytes, at 0.89 of fetch's rate. How much longer does its forward
+# take on four?**
 #
 # <details><summary>Answer</summary>
 #
-# At 32k and 128k. At 8k a rank of four has 2k tokens, fewer than needed, and the host, the CPU that starts all
-# kernels, takes longer than the GPU ([04x](04x_deeper.ipynb)). Relay's ring is slower everywhere: its
-# forward + backward on four, Hk = H, takes 47 % longer at 32k and 7 % at 128k.
+# At 32k and 128k. At 8k the CPU, which starts all kernels, takes longer than the GPU: even a quarter of the bytes
+# (Hk = 8) changes nothing. (04x takes the CPU out of the way.) Relay's forward, Hk = H, takes 89 % longer at 32k and
+# 7 % at 128k.
 #
 # </details>
 #
-# "torch" is torch's own `context_parallel`: "allgather" first collects all keys, "alltoall" passes them on in a ring.
-# Here is forward + backward, Hk = H:
+# "torch" is torch's own `context_parallel`: "allgather" first collects all keys, as query-parallel does; "alltoall"
+# passes them on in a ring, and is not Ulysses. Here with Hk = H:
 
 # %% slideshow={"slide_type": "fragment"}
 ring_tables.efficiency()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# And all that was measured on four. What two had is on the [page of results](../steps/course/bench/results/README.md).
+# On four GPUs. For two: the [page of results](../steps/course/bench/results/README.md).
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_tables.shown("speed", ring_tables.recorded("H200", n_gpus=4)))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch, four GPUs have an efficiency of 0.86 to 0.98 from 32k on, where `context_parallel` has 0.40 to 0.82. The
-# single GPU may add to dQ in any order, which is faster. The ring uses a fixed order. If both use the same order, it
-# has 0.88 to 1.00 on four, and 0.96 to 0.99 on two ([04x](04x_deeper.ipynb)).
+# Over fetch, four GPUs have an efficiency of 0.86 to 0.98 from 32k on, where `context_parallel` has 0.40 to 0.82.
 #
 # ### Is the hop hidden?
 #
-# One call of the forward at 32k, in another run than the table's, as torch's profiler saw it on one of the four GPUs:
+# The last of six calls of the forward at 32k, in another run than the table's, as torch's profiler saw it on one of the
+# four GPUs:
 
 # %% slideshow={"slide_type": "fragment"}
 ring_tables.recorded_call()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch the copies of the other ranks' keys run beside the blocks, and a block begins when, or soon after, the one
-# before it ends. Over relay NCCL's kernel begins when a block ends, although the hop was posted before. It needs free
-# multiprocessors, and probably the block had taken them all. (Pale: kernels that copy or merge.)
+# Over fetch the copies of the other ranks' keys run beside the blocks. (The two small boxes copy the rank's own.) Over
+# relay NCCL's kernel begins when a block ends, although the hop was posted before. It needs free multiprocessors, and
+# probably the block had taken them all.
 #
-# This is one call; on average of six, 14 % of relay's moving was hidden and 85 % of fetch's. So a hop is hidden if the
+# Calls differ: on average of six, 14 % of relay's moving was hidden and 85 % of fetch's. So a hop is hidden if the
 # block takes longer, *and* leaves room for whatever starts the hop.
 #
 # ### Which strategy?
 #
 # | your case | take | because |
 # |---|---|---|
-# | all ranks on one host | ring, fetch | at 32k and 128k the fastest of the five on two and four H200, or within 2 % of it |
-# | several hosts, c ≥ 2 (F/W)(Hk/H) with the network's W | ring, relay | a hop takes no longer than a block |
+# | four GPUs, 8k positions | one GPU, or a CUDA graph ([04x](04x_deeper.ipynb)) | a forward takes 0.785 ms on one, 1.7 on four |
+# | one host, 32k or more | ring, fetch | faster than relay, query-parallel, star and Ulysses, or at most 2 % slower |
+# | several hosts, c several times 2.4 (F/W)(Hk/H), W the network's | ring, relay | a hop is short beside a block, hidden or not |
 # | fewer tokens a rank, and N divides H and Hk | Ulysses | sends less, the more ranks there are |
-# | fewer tokens a rank, N does not divide Hk, 2 N kv fits | query-parallel | few K/V heads are few bytes |
+# | fewer tokens a rank, N does not divide Hk, 2 N kv fits | query-parallel | one gather, no N - 1 hops, nothing to merge |
 # | a few new tokens, many keys | star | results are smaller than keys |
 #
-# The first line is measured, in [04x](04x_deeper.ipynb). The others follow from the bytes of parts 1 and 2. On your
-# machines: `python -m steps.course.bench ring-32k`.
+# The first two lines are measured, the second in 04x. The others follow from bytes and messages. On your machines:
+# `python -m steps.course.bench ring-32k`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Summary
 #
-# - Keys to queries, queries to keys, or both to their head: all exact. They differ in bytes, memory and limits.
+# - Keys to queries, queries to keys, or both to their head: all exact, with other bytes, memory and limits.
 # - Work grows like c², what travels like c: from some c on it can be hidden.
 # - A message is hidden only if the block's kernel leaves room for whatever starts it.
-# - In a model four places change: positions, labels, the loss's divisor, and the sum of the weights' gradients.
+# - In a model four places change: positions, labels, the loss's divisor, the sum of gradients.
 #
 # **Ask yourself**
 #
@@ -315,7 +314,7 @@ ring_tables.recorded_call()
 # 3. The batch doubles. What happens to the c from which a block hides its message?
 #    <details><summary>Answer</summary>
 #
-#    Nothing: work and bytes both double.
+#    Nothing, if latency is left out: work and bytes both double.
 #    </details>
 # 4. Why does the backward need more tokens over relay than over fetch?
 #    <details><summary>Answer</summary>
@@ -331,11 +330,12 @@ ring_tables.recorded_call()
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Go further
 #
+# - **Bug hunt 04.bug1.** On short sentences the backward's four ranks wait for ever: `python -m steps check 04.bug1`.
 # - ★ (15 minutes) `python -m steps.step04_ring.demo --strategy star`: explain each number.
 # - ★★ (1 hour) Give star a backward: which rank can compute dK and dV without any message?
 # - ★★★ (a weekend) Two rings in one: heads dealt to groups of ranks as in Ulysses, positions to a ring in each group.
 #
-# **Read:** [papers/ring_attention.md](../papers/ring_attention.md); DeepSpeed Ulysses, arXiv 2309.14509; Star Attention,
-# arXiv 2411.17116.
+# **Read:** [papers/ring_attention.md](../papers/ring_attention.md); DeepSpeed Ulysses, arXiv 2309.14509; Star
+# Attention, arXiv 2411.17116.
 #
 # **Next:** [04x_deeper.ipynb](04x_deeper.ipynb): roundings, bytes, a model of time, ranks that fail.

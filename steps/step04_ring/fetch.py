@@ -70,7 +70,7 @@ class Trip:
         mine = self.memory.of(rank, self.shape(rank), self.k.dtype)
         side.copy((mine[0], self.k), (mine[1], self.v))
         side.barrier()
-        if side.in_a_graph():  # It keeps no order but that of waits: these kernels would start behind the first block.
+        if side.in_a_graph():  # A graph keeps only the order of waits: these kernels would start after the first block.
             side.lead(side.mark())
         for buffer in free:
             self.start(wanted.pop(0), buffer)

@@ -1,10 +1,12 @@
-"""What notebook 04b counts and breaks: the tokens that hide a message, and mistakes in a model on several ranks."""
+"""What notebook 04b counts, draws and breaks: tokens that hide a message, two streams, mistakes in a model on ranks."""
 
 import torch
 import torch.nn.functional as F
 
 from steps.course.figures import ring_tables
 from steps.course.figures.n04a_ring import ranks  # noqa: F401  The notebook's processes.
+from steps.course.figures.picture import pictured
+from steps.course.figures.plots import GREYS, INK, RANK, boxes, subplots
 from steps.step04_ring import Layout, in_your_model, simulate
 
 IGNORED = -100  # the label of a token that has no next one
@@ -17,11 +19,35 @@ def tokens_needed():
     flops = {pass_: max(speeds[pass_, False])[1] for pass_ in ("fwd", "bwd")}
     lines = [f"H200: forward F = {flops['fwd'] / 1e12:.0f} TFLOP/s, backward {flops['bwd'] / 1e12:.0f}"]
     for transport in simulate.TRANSPORTS:
-        W, latency = simulate.read_link(recorded, transport)
+        W, _ = simulate.read_link(recorded, transport)
         c = [simulate.tokens_needed(flops[pass_], W, pass_=pass_, transport=transport) for pass_ in ("fwd", "bwd")]
-        link = f"{transport}: W = {W / 1e9:.0f} GB/s, {1e6 * latency:.0f} us a message"
-        lines.append(f"{link}; needed: forward {c[0]:,.0f} tokens, backward {c[1]:,.0f}")
+        lines.append(f"{transport}: W = {W / 1e9:.0f} GB/s; needed: forward {c[0]:,.0f} tokens, backward {c[1]:,.0f}")
     return "\n".join(lines)
+
+
+@pictured
+def two_streams():
+    """A sketch of fetch on rank 2 of 4. The current stream computes the blocks of K2, K1, K0, K3. The side stream
+    copies the rank's own k and v, passes the barrier, and copies K1, K0, K3. Arrows: lead, from the end of a copy to
+    the block that reads it; follow, from the end of the block of K1 to the copy of K3, which needs the same buffer."""
+    blocks = [(2 * n, 2, f"block: K{src} V{src}", RANK[src]) for n, src in enumerate((2, 1, 0, 3))]
+    copies = {1: 1.1, 0: 1.8, 3: 4.25}  # where the copy of each rank's K and V begins
+    side = [(0.1, 0.4, "own", RANK[2]), (0.5, 0.6, "barrier", GREYS[2])]
+    side += [(start, 0.7, f"K{src} V{src}", RANK[src]) for src, start in copies.items()]
+    fig, ax = subplots(figsize=(8.4, 2.3))
+    for y, lane in ((0, blocks), (1, side)):
+        boxes(ax, [(start, y - 0.25, length, 0.5, colour, word) for start, length, word, colour in lane])
+    arrow = {"arrowstyle": "->", "color": INK, "lw": 1.6}
+    for src, block in ((1, 2.1), (0, 4.1), (3, 6.1)):
+        ax.annotate("", (block, 0.27), (copies[src] + 0.7, 0.73), arrowprops=arrow)
+        ax.text((copies[src] + 0.7 + block) / 2 - 0.1, 0.48, "lead", ha="right", va="center", fontsize=9)
+    ax.annotate("", (4.3, 0.73), (3.9, 0.27), arrowprops=arrow | {"linestyle": "--"})
+    ax.text(4.3, 0.55, "follow", fontsize=9)
+    ax.set(xlim=(0, 8), ylim=(1.35, -0.35), xticks=[], xlabel="time (a sketch)", title="fetch on rank 2 of 4, forward")
+    ax.set_yticks((0, 1), ("current stream:\nblocks", "side stream:\ncopies"))
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    return fig
 
 
 def mistakes_in_a_model(S=37, N=4):

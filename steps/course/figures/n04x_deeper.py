@@ -4,27 +4,18 @@ import textwrap
 
 import torch
 
-from steps.course.figures import ring_tables
-from steps.course.figures.n04a_ring import ranks  # noqa: F401  The notebook's processes.
+from steps.course.figures.n04a_ring import computing, machine, ranks  # noqa: F401  `ranks` are the notebook's processes.
 from steps.course.figures.picture import picture
 from steps.step04_ring import Layout, launch, simulate
-from steps.step04_ring.simulate import Machine, Shape
+from steps.step04_ring.simulate import Shape
 
 torch.set_num_threads(1)  # Small tensors are faster on one thread.
-
-
-def machine(transport, **more):
-    """An H200 and its link as the rows have them, for the event model."""
-    recorded = ring_tables.recorded()
-    return Machine(simulate.read_flops(recorded), *simulate.read_link(recorded, transport), **more)
 
 
 def timeline(kind, transport="relay", S=2**15, pass_="fwd"):
     """What four ranks do, as the event model has it."""
     plan = simulate.schedule(Layout(kind, S, 4, causal=True), Shape(), machine(transport), transport, pass_)
-    shares = [f"{share:.0%}" for share in (plan.blocks[1] - plan.blocks[0]).sum(0) / plan.seconds]
-    shares = ", ".join(dict.fromkeys(shares))  # one, if they are equal
-    title = f"model: {kind}, {transport}, {S // 1024}k, {pass_}; ranks compute {shares} of the time"
+    title = f"model: {kind}, {transport}, {S // 1024}k, {pass_}; {computing(plan)}"
     return picture(simulate.gantt(plan, title), f"Timeline of four ranks, {title}. Messages stand below the blocks.")
 
 

@@ -7,11 +7,13 @@ same are of one run: of several runs that with most rows there.
 import functools
 import textwrap
 
+import matplotlib.pyplot as plt
+
 from steps.course.bench import cost, report, ring
 from steps.course.bench.rows import code_hash, fresh, read, read_record
 from steps.course.figures import measured
 from steps.course.figures.picture import picture
-from steps.course.figures.plots import COLOURS, GREYS, boxes, subplots
+from steps.course.figures.plots import COLOURS, GREYS, INK, boxes, subplots
 from steps.step04_ring import fitted
 from steps.step04_ring.fitted import RINGS, of_fullest_run, size
 from steps.step04_ring.layout import Layout
@@ -106,7 +108,7 @@ def efficiency(gpu="H200"):
         for name, colour, look in zip(EVERYBODY, COLOURS[:4], ("o-", "s-", "^-", "v--"), strict=True):
             ax.plot([1, *numbers], [1, *(shares[name, N, n] for n in numbers)], look, color=colour, label=name)
         ax.set(title=f"{N // 1024}k positions", xlabel="GPUs", xticks=[1, *numbers], ylim=(0, 1.05))
-    axes[0].set_ylabel("efficiency")
+    axes[0].set_ylabel("efficiency, forward + backward")
     fig.legend(*axes[0].get_legend_handles_labels(), ncols=len(EVERYBODY), loc="outside lower center")
     told = "; ".join(f"{name}, {N // 1024}k, {n} GPUs: {share:.2f}" for (name, N, n), share in shares.items())
     return picture(fig, f"Efficiency of forward + backward over the number of GPUs, one GPU being 1. {told}.")
@@ -181,16 +183,23 @@ def recorded_call():
     record = read_record("trace")
     if not record or any(code_hash("04_ring", kernel) != was for kernel, was in record["source"].items()):
         return print("No trace of this version of the ring has been recorded yet.")
-    calls = {RINGS[call["kernel"]]: call["spans"] for call in record["calls"] if call["pass"] == "fwd"}
-    fig, axes = subplots(2, figsize=(8.4, 3.4), sharex=True)
-    last = max(span[-1] for spans in calls.values() for span in spans) / 1e3
+    calls = {RINGS[call["kernel"]]: call for call in record["calls"] if call["pass"] == "fwd"}
+    fig, axes = subplots(2, figsize=(8.4, 3.9), sharex=True, height_ratios=(2, 3))  # Nothing of relay's waits for all.
+    last = max(span[-1] for call in calls.values() for span in call["spans"]) / 1e3
     for ax, name in zip(axes, ("relay", "fetch"), strict=True):
-        boxes(ax, [bar(*span) for span in calls[name]])
-        told = ring.shares([[lane, None, *rest] for lane, *rest in calls[name]], 1)
-        title = f"{name}: {told['ms']:.3g} ms, {told['hidden']:.0%} of the moving hidden"
-        ax.set(xlim=(0, last), ylim=(2.5, -0.5), title=title)
-        ax.set_yticks(range(3), ["computes", "moves data", "waits for all"])
+        spans, mean = calls[name]["spans"], calls[name]["hidden"]
+        boxes(ax, [bar(*span) for span in spans])
+        told = ring.shares([[lane, None, *rest] for lane, *rest in spans], 1)
+        title = f"{name}: {told['ms']:.3g} ms, {told['hidden']:.0%} of the moving hidden in this call"
+        lanes = ["computes", "moves data", "waits for all"][: 1 + max(list(LANES).index(span[0]) for span in spans)]
+        ax.set(xlim=(0, last), ylim=(len(lanes) - 0.5, -0.5))
+        ax.set_title(f"{title}; mean of {ring.PROFILED}: {mean:.0%}")
+        ax.set_yticks(range(len(lanes)), lanes)
     axes[1].set_xlabel("ms")
+    looks = {"block": LANES["computes"], "copies or merges": COLOURS[5], "moves K, V": LANES["moves"]}
+    looks |= {"barrier": LANES["waits"]}
+    handles = [plt.Rectangle((0, 0), 1, 1, fc=colour, ec=INK, label=words) for words, colour in looks.items()]
+    fig.legend(handles=handles, ncols=len(looks), loc="outside lower center")
     told = "; ".join(ax.get_title("left") for ax in axes)
     return picture(fig, f"What one of {record['n_gpus']} GPUs does in one call of the ring. {told}.")
 

@@ -24,8 +24,8 @@ def reverse_step(rank, step, N):
     """(src, kv_to, dkv_to) of this rank in this step, 0 to N - 1, of the backward on N ranks.
 
     src is the rank whose K and V are at hand. kv_to is the rank that K and V are sent to while the block is computed,
-    and dkv_to the one that the sums of their dK and dV are sent to after it; None where nobody needs them any more, or
-    where they have arrived.
+    and dkv_to the one that the sums of their dK and dV are sent to after it; None where they have arrived at their
+    owner. A rank has stored only the K and V that the forward ended with, so that it needs its own back, too.
     """
     to = None if step == N - 1 else (rank - 1) % N
     return (rank + 1 + step) % N, to, to
