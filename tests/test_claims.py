@@ -16,6 +16,8 @@ from steps.course.bench.cost import Point
 from steps.course.demo import training
 from steps.course.figures import (
     measured,
+    n01_fa1_numba,
+    n02a_first_kernels,
     n02b_tensor_cores,
     n02e_hopper_backward,
     n02y_deeper,
@@ -25,6 +27,7 @@ from steps.course.figures import (
     ring_tables,
 )
 from steps.course.workbook import show
+from steps.step00_naive import io_count
 from steps.step02_fa2_cuda import emulator
 
 RESULTS, DEMO = "steps/course/bench/results/README.md", "steps/course/demo/README.md"
@@ -142,6 +145,43 @@ def test_shares_of_the_yardstick():
         shares.append(mine["tflops"] / cudnn["tflops"])
     says("02c", "which reached # of the speed of cuDNN's forward.", shares[0])
     assert 0.48 < shares[1] < min(0.52, shares[0]) and says("02c", "Half, a little less than in the forward.")
+
+
+def test_what_loads_explain_in_float32():
+    """Of the kernels of 01 and 02a: loads a multiply-add, what shared memory then allows, and what was measured."""
+    loads, speeds = n02a_first_kernels.LOADS, {row["kernel"]: row["tflops"] for row in n02a_first_kernels.in_float32()}
+    if not speeds.keys() >= loads.keys():
+        pytest.skip("a kernel has changed since it was measured")
+    scalar, warp, registers, swapped = "fwd_0_scalar", "fwd_1_warp", "fwd_2_registers", "fwd_1_loops_swapped"
+    allowed = 2 * n01_fa1_numba.DELIVERS["shared memory"] / loads[scalar]
+    assert speeds[scalar] > allowed
+    words = "by 01's formula this allows # TFLOP/s. (Measured are #, as the compiler joins four loads into one.)"
+    says("02a", words, allowed, speeds[scalar])
+    counted, gained = loads[scalar] / loads[warp], speeds[warp] / speeds[scalar]
+    says("02a", "1 / 0.31 = # times; measured # times:", counted, gained)
+    assert loads[registers] < loads[warp] and speeds[registers] < speeds[warp]
+    assert loads[swapped] == 2 * loads[scalar] and round(speeds[scalar] / speeds[swapped]) == 10
+    assert says("02a", "should have half of the speed of `scalar`, and has a tenth.")
+    told = "order of the loops: from # to # TFLOP/s at d = 64."
+    says("01", told, speeds[swapped], speeds[registers])
+
+
+def test_why_standard_attention_leads_in_the_backward_of_01():
+    found = n01_fa1_numba.recorded()
+    lead = [found["bwd", "sdpa-math", d]["tflops"] / found["bwd", "sdpa-efficient", d]["tflops"] for d in (64, 128)]
+    assert min(lead) > 1 and says("01", "In the backward `sdpa-math` is ahead.")
+    says("01", "computes four. That alone makes it # % faster in this count", 100 * 5 / 4 - 100)
+
+
+def test_which_tile_of_01_saves_traffic():
+    moved = {}
+    for n, (Br, Bc) in enumerate(n01_fa1_numba.TILES.values()):
+        moved[n] = sum((io_count.fa2_count if n else io_count.fa1_count)(1024, 64, Br, Bc))
+    standard = sum(io_count.standard_count(1024, 64))
+    assert [n for n in moved if moved[n] < standard] == [2]
+    assert says("01", "Below, only rung 2's tile is large enough to save traffic.")
+    says("01", "Rung 0's, 16 x 16 on a GPU, take # KiB.", 4 * (3 * 16 * 64 + 16 * 16) / 1024)
+    assert n01_fa1_numba.TILES["published"] == (16, 16)
 
 
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")

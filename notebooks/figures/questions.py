@@ -19,43 +19,72 @@ SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def whole_or_tile():
-    """Notebook 00: the weights of 48 tokens, all at once and one tile of them."""
+    """Notebook 00: the weights of 48 tokens, all at once and one tile of them, with what is carried along its row."""
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1)).cumsum(0) / 4
     P = torch.softmax(x @ x.T, -1)
-    fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.5), layout="constrained")
+    fig, axes = plt.subplots(1, 2, figsize=(8.2, 3.6), layout="constrained", width_ratios=(1, 1.42))
     for ax, alpha in zip(axes, (1.0, 0.12), strict=True):
         ax.imshow(P.sqrt(), cmap="Blues", alpha=alpha, extent=(0, 48, 48, 0))
-        ax.set(xlabel="key", ylabel="query", xticks=range(0, 49, 16), yticks=range(0, 49, 16))
+        ax.set(ylabel="query", xticks=range(0, 49, 16), yticks=range(0, 49, 16))
+        ax.set_xlabel("key", x=24 / (48 if ax is axes[0] else 69))
         ax.grid(False)
-    tile = P[0:16, 0:16].sqrt()
-    axes[1].imshow(tile, cmap="Blues", extent=(0, 16, 16, 0), vmin=0, vmax=P.sqrt().max())
-    axes[1].add_patch(plt.Rectangle((0, 0), 16, 16, fill=False, ec=COLOURS[1], lw=2.5))
-    axes[1].annotate("", (30, 8), (17, 8), arrowprops={"arrowstyle": "->", "color": COLOURS[1], "lw": 2})
-    axes[1].set(xlim=(0, 48), ylim=(48, 0))
+    _, tiles = axes
+    tiles.imshow(P[16:32, 16:32].sqrt(), cmap="Blues", extent=(16, 32, 32, 16), vmin=0, vmax=P.sqrt().max())
+    tiles.add_patch(plt.Rectangle((16, 16), 16, 16, fill=False, ec=COLOURS[1], lw=2.5))
+    for y in (8, 24, 40):
+        for start in (8, 24):
+            seen = y == 8 or (y == 24 and start == 8)  # The orange tile is the second of the second row.
+            look = {"arrowstyle": "->", "color": COLOURS[1] if seen else INK, "lw": 2 if seen else 1}
+            tiles.annotate("", (start + 13, y), (start + 3, y), arrowprops=look)
+    for row, colour in enumerate((COLOURS[2], COLOURS[1], "white")):
+        for x, name, width in ((50, "m", 2), (53, "l", 2), (56, "O", 6)):
+            tiles.add_patch(plt.Rectangle((x, 16 * row + 1), width, 14, fc=colour, ec=INK, lw=0.8, alpha=0.8))
+            tiles.text(x + width / 2, -1, name, ha="center", fontsize=10) if row == 0 else None
+    for y, words in ((8, "done:\nO / l"), (24, "carried\nalong"), (40, "not yet\nbegun")):
+        tiles.text(63, y, words, va="center", fontsize=9)
+    tiles.set(xlim=(0, 69), ylim=(48, 0))
+    tiles.spines["bottom"].set_bounds(0, 48)
     axes[0].set_title("as the formula says: N x N weights", fontsize=10)
-    axes[1].set_title("the same result, one tile at a time", fontsize=10)
+    tiles.set_title("the same result, one tile at a time", fontsize=10, pad=14)
     return fig
 
 
 def where_numbers_live():
-    """Notebook 01: what lies in which memory, and how fast each one delivers."""
+    """Notebook 01: how large the memories are and how fast, and what passes in the two orders of the loops."""
     gpu = cost.GPUS["NVIDIA H200"]
     shared = gpu.fp32_tflops / 2 * 32 / 128 * 4  # TB/s: 32 numbers of 4 bytes a cycle, beside 128 multiply-adds
-    fig, ax = plt.subplots(figsize=(8.2, 3.0), layout="constrained")
+    sm = gpu.multiprocessor
+    fig, ax = plt.subplots(figsize=(8.5, 4.0), layout="constrained")
+    patches = "8 x 8 numbers of S\nand of O a thread"
     boxes = (
-        (0, 3.4, "device memory", "Q, K, V, O", COLOURS[5]),
-        (5.1, 3.6, "shared memory of an SM", "tiles Q_i, K_j, V_j, S", COLOURS[4]),
-        (10.4, 3.2, "registers of a thread", "8 x 8 numbers of S, of O", COLOURS[2]),
+        (0, 2.3, "device memory", "outside the chip", ("Q, K, V, O", "Q, K, V, O"), COLOURS[5]),
+        (6.7, 2.6, "shared memory", f"{sm.shared // 1024} KiB an SM", ("K_j, V_j stay", "Q_i, O_i stay"), COLOURS[4]),
+        (10.9, 3.2, "registers", f"{4 * sm.registers // 1024} KiB an SM", ("", patches), COLOURS[2]),
     )
-    for x, width, name, holds, colour in boxes:
-        ax.add_patch(plt.Rectangle((x, 0), width, 2.2, fc=colour, alpha=0.35, ec=INK))
-        ax.text(x + width / 2, 1.5, name, ha="center", fontweight="bold", fontsize=9)
-        ax.text(x + width / 2, 0.75, holds, ha="center", fontsize=9)
-    for start, end, rate in ((3.4, 5.1, gpu.bandwidth), (8.7, 10.4, shared)):
-        ax.annotate("", (end, 1.1), (start, 1.1), arrowprops={"arrowstyle": "<->", "lw": 1.6, "color": INK})
-        ax.text((start + end) / 2, 1.3, f"{rate:.1f} TB/s", ha="center", fontsize=9)
-        ax.text((start + end) / 2, 0.85, "all SMs\ntogether", ha="center", va="top", fontsize=9)
-    ax.set(xlim=(-0.1, 13.7), ylim=(-0.1, 2.6), title=f"{gpu.name}: what has to pass, and how fast")
+    for x, width, name, size, holds, colour in boxes:
+        ax.add_patch(plt.Rectangle((x, 0), width, 4.6, fc=colour, alpha=0.35, ec=INK))
+        ax.text(x + width / 2, 4.3, name, ha="center", va="top", fontweight="bold", fontsize=10)
+        ax.text(x + width / 2, 3.9, size, ha="center", va="top", fontsize=9)
+        for y, words in zip((2.55, 0.75), holds, strict=True):
+            ax.text(x + width / 2, y, words, ha="center", va="center", fontsize=9)
+    rows = "O_i, l, m at each visit"
+    orders = (
+        (3.45, "FlashAttention-1, keys outside", "K_j, V_j once", f"Q_i, {rows}", rows),
+        (1.65, "FlashAttention-2, queries outside", "Q_i once", "K_j, V_j at each visit", "O_i once"),
+    )
+    for top, name, *moves in orders:
+        ax.text(4.5, top, name, ha="center", fontsize=9, fontweight="bold")
+        for line, words in enumerate(moves, 1):
+            y, often, ends = top - 0.47 * line, "each" in words, (2.4, 6.6)
+            start, end = ends if line < 3 else reversed(ends)  # the third goes back to device memory
+            look = {"arrowstyle": "->", "lw": 2.4 if often else 1, "color": COLOURS[1] if often else INK}
+            ax.annotate("", (end, y), (start, y), arrowprops=look)
+            ax.text(4.5, y + 0.08, words, ha="center", fontsize=9)
+    ax.annotate("", (10.8, 0.75), (9.4, 0.75), arrowprops={"arrowstyle": "<->", "lw": 2.4, "color": COLOURS[1]})
+    for x, rate in ((4.5, gpu.bandwidth), (10.1, shared)):
+        ax.text(x, -0.35, f"{rate:.1f} TB/s, all SMs together", ha="center", fontsize=9)
+    ax.set(xlim=(-0.1, 14.2), ylim=(-0.5, 4.7))
+    ax.set_title(f"{gpu.name}: what passes between its memories, how often and how fast", fontsize=10)
     ax.axis("off")
     return fig
 
@@ -65,8 +94,8 @@ def thread_or_warp():
     row, key = torch.meshgrid(torch.arange(16), torch.arange(32), indexing="ij")
     fig, axes = plt.subplots(1, 2, figsize=(8.2, 3.2), layout="constrained", sharey=True)
     mine = {
-        "a thread owns a row": row == 5,
-        "eight lanes of a warp own four rows": (row % 4 == 1) & (key % 8 == 2),
+        "scalar: a thread owns a whole row": row == 5,
+        "warp: eight threads share four rows": (row % 4 == 1) & (key % 8 == 2),
     }
     ours = row % 4 == 1
     for ax, (title, owned), shared in zip(axes, mine.items(), (False, True), strict=True):
@@ -77,7 +106,7 @@ def thread_or_warp():
         ax.grid(False)
     axes[0].set_ylabel("query")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], COLOURS[5])]
-    names = "one thread, or one lane", "the seven lanes that share its rows"
+    names = "one thread (in a warp, a group of 32 threads: one lane)", "the seven lanes that share its rows"
     fig.legend(handles, names, fontsize=9, ncols=2, loc="outside lower center")
     return fig
 

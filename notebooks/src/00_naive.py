@@ -16,11 +16,14 @@
 #
 # *What does attention compute, what does it cost, and how can it be done without ever storing the N x N matrix?*
 #
-# ![Left, the 48 x 48 weights of 48 tokens. Right, one tile of 16 x 16, and an arrow to the next.](../notebooks/figures/question_00.png)
+# ![Left, the 48 x 48 weights of 48 tokens. Right, tiles of 16 x 16 are visited row by row; m, l and O of their queries
+# are carried along.](../notebooks/figures/question_00.png)
 #
-# - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU.
+# - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU. (The first cell names
+#   the **engine**: what runs a GPU's programs, its **kernels**.)
 # - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: after part 4.
-# - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py). Each version, or **rung**, adds one idea.
+# - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py), the first of five **stages**. Each version, or
+#   **rung**, adds one idea.
 # - **Tests:** `pytest tests/test_step00_naive.py`. **Symbols:** [reference/symbols.md](../reference/symbols.md).
 #   **Terms:** [reference/glossary.md](../reference/glossary.md).
 
@@ -29,7 +32,7 @@ import steps  # comes first, because it chooses the engine
 import math
 import torch
 from steps.course.figures import n00_naive as figures
-from steps.step00_naive import fwd_1_matrix, fwd_2_online, fwd_3_tiled
+from steps.step00_naive import fwd_0_loops, fwd_1_matrix, fwd_2_online, fwd_3_tiled
 from steps.course.workbook import Blank, check, hint, show, solution  # noqa: F401
 
 print(steps.engine.describe())
@@ -46,12 +49,9 @@ print(steps.engine.describe())
 # matches key j, and **softmax** turns a row of scores into weights that add up to 1. The scale, by default $1/\sqrt d$,
 # keeps scores from growing with d.
 #
-# In self-attention all three come from the same N **tokens**, the pieces of a text; here they are 6 animals with d = 2. The values are points in the plane.
-#
-# **Read as classification:** q is the input of a classifier's last layer. Its weights are the keys, one **class embedding**
-# for each class, here an animal. The scores are its logits, and P has the class probabilities. A classifier would answer
-# with the likeliest class; attention answers with the mean of the values under these probabilities. The mean, unlike a
-# choice, has a gradient.
+# In self-attention all three come from the same N **tokens**, the pieces of a text: a token has a query, a key and a
+# value of its own. Here the tokens are 6 animals, d = 2, and the values are points in the plane. (In a classifier's
+# last layer the keys would be the **class embeddings**, and P the probabilities.)
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -71,41 +71,26 @@ print(f"O[5] = {O[5]}; S[5,4] - S[5,3] = {S[5, 4] - S[5, 3]:.2f}", end=", ")
 print(f"P[5,4] / P[5,3] = {P[5, 4] / P[5, 3]:.2f}")
 
 # %% slideshow={"slide_type": "subslide"}
-logits = torch.nn.functional.linear(Q, scale * K)  # a last layer: a row of weights for each class
-print("P has its class probabilities:", torch.allclose(logits.softmax(-1), P), end="; ")
-print("likeliest for q5:", names[logits[5].argmax()])
 figures.soft_lookup(names, Q, K, V)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the numbers say
 #
-# Query 5 is (3, 1): much water, some air. The trout fits it best, with a score of 4.24, then the gull with 3.54. A
-# difference of 0.71 between scores is a factor of $e^{0.71} = 2.03$ between weights.
-#
-# So the result (6.83, 1.34) lies near the trout's value. At scale 0 all keys would count the same; as the scale grows, the
-# best key takes all the weight.
+# Query 5, the mole's, is (3, 1): it asks for much water and some air. The trout fits it best, with a score of 4.24,
+# then the gull with 3.54. A difference of 0.71 between scores is a factor of $e^{0.71} = 2.03$ between weights. The
+# result is (6.83, 1.34).
 #
 # ### Number by number
 #
-# The matrix products hide three loops: over queries, keys, and the d numbers of a row.
+# The matrix products hide three loops: over queries, keys, and the d numbers of a row. Rung 0,
+# [`fwd_0_loops.py`](../steps/step00_naive/fwd_0_loops.py), has them in plain Python.
 
 # %% slideshow={"slide_type": "fragment"}
-def attend(Q, K, V, scale):
-    """Attention of lists of rows, number by number."""
-    out = []
-    for q in Q:
-        exps = []
-        for k in K:
-            exps.append(math.exp(scale * sum(a * b for a, b in zip(q, k, strict=True))))
-        P = [e / sum(exps) for e in exps]
-        columns = zip(*V, strict=True)
-        out.append([sum(p * x for p, x in zip(P, v, strict=True)) for v in columns])
-    return out
-
-
-by_loops = torch.tensor(attend(Q.tolist(), K.tolist(), V.tolist(), scale))
+rows = (x.tolist() for x in (Q, K, V))
+by_loops, _ = fwd_0_loops.attend(*rows, causal=False, scale=scale)
 torch_own = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0]
-print("row 5:", by_loops[5], " as torch's own:", torch.allclose(by_loops, torch_own))
+print("row 5:", torch.tensor(by_loops[5]), end="  ")
+print("as torch's own:", torch.allclose(torch.tensor(by_loops), torch_own))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. What it costs
@@ -113,8 +98,8 @@ print("row 5:", by_loops[5], " as torch's own:", torch.allclose(by_loops, torch_
 # Q, K, V and O have $N d$ numbers each, S and P have $N^2$. A model computes many such attentions side by side, H
 # **heads** for each of B sequences.
 #
-# Rung 1, `fwd_1_matrix.py`, is the matrix form. Its **peak memory** is what all its tensors take together at the worst
-# moment. **By which factor does the peak grow when N doubles?**
+# Rung 1, `fwd_1_matrix.py`, is the matrix form. Its **peak memory** is what all tensors that it makes take together at
+# the worst moment; its inputs are not counted. **By which factor does the peak grow when N doubles?**
 
 # %% slideshow={"slide_type": "fragment"}
 for N in (128, 256, 512, 1024, 2048):
@@ -126,9 +111,10 @@ print(f"S of one head at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. A softmax that never sees its whole row
 #
-# The peak grows by 4, as $N^2$ does. At the worst moment four N x N matrices exist: S; its exponentials; these divided by
-# their row's sum; and P, a copy in which rows that see no key are 0. The $N^2$ *operations* are attention itself and
-# stay. The $N^2$ *memory* can go, if softmax can do without its whole row of scores, and the backward without P.
+# The peak grows by 4, as $N^2$ does. At the worst moment four N x N matrices exist: S, its exponentials, these divided
+# by their row's sum, and P, in which rows that see no key are 0. The $N^2$ *operations* are attention itself and stay.
+# The
+# $N^2$ *memory* can go, if softmax can do without its whole row of scores, and the backward without P.
 #
 # ### First, it must not overflow
 #
@@ -152,9 +138,9 @@ m = s.max()
 l = (s - m).exp().sum()
 lse = m + l.log()
 print("claim 1:", torch.allclose(naive_softmax(s - m), naive_softmax(s)))
-print(f"l = {l:.2f}, lse = m + log l = {lse:.2f}")
+print(f"l = {l:.3f}, lse = m + log l = {lse:.3f}")
 print("claim 2:", torch.allclose((s - lse).exp(), naive_softmax(s)))
-print(f"P[5,4] alone: exp({s[4]:.2f} - {lse:.2f}) = {(s[4] - lse).exp():.2f}")
+print(f"P[5,4] alone: exp({s[4]:.3f} - {lse:.3f}) = {(s[4] - lse).exp():.3f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 00.1: a softmax that cannot overflow
@@ -166,7 +152,10 @@ print(f"P[5,4] alone: exp({s[4]:.2f} - {lse:.2f}) = {(s[4] - lse).exp():.2f}")
 
 # %% slideshow={"slide_type": "fragment"}
 def softmax(S):
-    """(P, lse) over the last dimension of S. A row of -inf: P = 0, lse = -inf, no NaN."""
+    """(P, lse) over the last dimension of S, which lse lacks: S and P (..., N), lse (...).
+
+    A row of -inf has P = 0 and lse = -inf, no NaN.
+    """
     raise Blank
 
 
@@ -181,8 +170,9 @@ check("00.1", softmax)
 # **Claim 3.** One factor corrects them all: $\sum e^{s_j - m_{new}} = \alpha \sum e^{s_j - m}$ with
 # $\alpha = e^{m - m_{new}} \le 1$.
 #
-# **Claim 4.** The same factor corrects the sum of values $O = \sum e^{s_j - m} v_j$. At the end O / l is exactly the row of
-# the result, and no row of S or P was stored. We start with m = -inf, l = O = 0.
+# **Claim 4.** The same factor corrects the sum of values $O = \sum e^{s_j - m} v_j$, which is not divided by l yet. At
+# the end O / l is exactly the row of the result, and no row of S or P was stored. We start with m = -inf, l = O = 0.
+# This is rung 2: one key at a time.
 
 # %% slideshow={"slide_type": "fragment"}
 m, l = -math.inf, 0.0
@@ -206,10 +196,10 @@ figures.running_maximum(s, trace)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 00.2: add one key to m, l and O
 #
-# m moves at keys 1, 3 and 4. After every key O / l *is* the attention over the keys so far.
+# m moves at keys 0, 1, 3 and 4. After every key O / l *is* the attention over the keys so far.
 #
-# Write claims 3 and 4 for all queries, heads and sequences at once. Beware of a query that has seen no key yet: its m is
-# -inf, and -inf - (-inf) is NaN.
+# Write claims 3 and 4 for all queries, heads and sequences at once. Beware of a query that has seen no key yet: its m
+# is -inf, and -inf - (-inf) is NaN.
 
 # %% slideshow={"slide_type": "fragment"}
 def online_update(m, l, O, s, v_j):
@@ -222,9 +212,9 @@ check("00.2", online_update)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Tile by tile
 #
-# **Claim 5.** Keys may come in groups. Bc keys move m once, add a sum to l, and a matrix product to O. Their scores with
-# Br queries are a **tile** of S, and only one tile exists at a time. This is rung 3, FlashAttention-2's Algorithm 1. Its P
-# is $e^{S - m}$, not yet divided by l.
+# **Claim 5.** Keys may come in groups. Bc keys move m once, add a sum to l, and a matrix product to O. Their scores
+# with Br queries are a **tile** of S, and only one tile exists at a time. This is rung 3, Algorithm 1 of
+# FlashAttention-2. There P of a tile is $e^{S - m}$, not yet divided by l.
 #
 # | line | what it does | in `fwd_3_tiled.py` |
 # |---|---|---|
@@ -234,8 +224,8 @@ check("00.2", online_update)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, for a tile |
 # | [12–15] | O / l and lse, written once | end of the outer loop |
 #
-# Line [10] of the paper multiplies by 1 / alpha. This is a misprint ([erratum E12](../papers/errata.md)): it must be alpha. What the
-# inner loop keeps does not grow with N. The site's [player](../notebooks/site/player.md) shows the tiles in motion.
+# Line [10] of the paper multiplies by 1 / alpha. This is a misprint ([erratum E12](../papers/errata.md)): it must be
+# alpha. [See the tiles move](../notebooks/site/player.md).
 
 # %% slideshow={"slide_type": "subslide"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
@@ -253,9 +243,9 @@ show("fwd_3_tiled", "forward")
 # **Causal**: a query sees keys up to its own position. There may be Nq queries and Nk keys, as in a chat whose last
 # tokens are new. Then the *last* query sees every key: the diagonal ends at the bottom right.
 #
-# With more queries than keys the first queries see no key. Their sums are empty, so `out` is 0 and `lse` is log 0 = -inf.
-# The code knows such a row by l = 0. In the picture dots are scores that are seen, orange tiles need the mask, and white
-# ones are never visited.
+# With more queries than keys the first queries see no key. Their sums are empty, so `out` is 0 and `lse` is log 0 =
+# -inf. The code knows such a row by l = 0. The loop over keys ends at `last_key`, behind the last key that a query of
+# the tile sees, so white tiles are never visited.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
@@ -296,7 +286,7 @@ check("00.3", mask)
 
 # %% slideshow={"slide_type": "subslide"}
 q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
-S = fwd_1_matrix.scores(q, k, True, scale)
+S = fwd_1_matrix.scores(q, k, causal=True, scale=scale)  # a causal example
 P, lse = fwd_1_matrix.softmax(S)
 O = P @ v
 dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
@@ -315,8 +305,8 @@ print("delta, two ways:", torch.allclose(delta, (P * dP).sum(-1), atol=1e-5))
 # ### The backward, tile by tile
 #
 # Every formula works on one tile at a time, and nothing is rescaled, because lse is final. P need not be stored: the
-# backward *recomputes* it. In FlashAttention-2's Algorithm 2, below, the outer loop goes over key tiles, so that dK_j and
-# dV_j are finished in one visit.
+# backward *recomputes* it. In Algorithm 2 of FlashAttention-2, below, the outer loop goes over key tiles, so that dK_j
+# and dV_j are finished in one visit.
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_3_tiled", "backward")
@@ -337,8 +327,8 @@ check("00.4", tile_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# The **contract** is a list of inputs for which every stage has to be right, compared with a reference in float64. We
-# compute the matrix form in the stage's precision; a stage may have twice its error, plus that of the last rounding.
+# The **contract** is a list of inputs for which every stage has to be right, compared with a reference in float64. A
+# stage may err twice as much as the matrix form in the same precision, plus a few roundings.
 #
 # Now break one thing: `forward` passes 0 to `mask` instead of Nk - Nq. **Which kind of input will fail?**
 #
@@ -360,10 +350,10 @@ print(figures.contract(mask=top_left))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which inputs show which mistakes
 #
-# Rows are planted mistakes, columns kinds of input. In a ragged input the last tile hangs over the end of the keys, and what
-# lies there must be masked. A white cell gives the right result: ordinary random scores do not
-# show that the maximum is missing. A maximum that starts at 0 is seen in one column alone: if all scores of a row are
-# very negative, every exponential is rounded to 0.
+# Rows are planted mistakes, columns kinds of input. In all of them the keys end inside the last tile (**ragged**),
+# which the code above cuts short. Later stages have tiles of a fixed size, and mask what lies behind the last key.
+#
+# A white cell gives the right result: ordinary random scores do not show that the maximum is missing.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_seen()
@@ -371,8 +361,8 @@ figures.mistakes_seen()
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bug hunt 00.bug1
 #
-# `show("00.bug1")` is a broken forward; the cell prints what users report. Write a test that fails on the broken forward
-# and passes on the right one. `check` then asks which of four causes it is.
+# `show("00.bug1")` is a broken forward; the cell prints what users report. Write a test that fails on the broken
+# forward and passes on the right one. `check` then asks which of four causes it is.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.symptom("00.bug1"))
@@ -388,13 +378,13 @@ check("00.bug1", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Rung 2 takes one key at a time for all queries. **When N doubles, by how much does its peak memory grow, and that of rung
-# 3 with tiles of (64, 64)? Is rung 3 faster than rung 1 on this CPU?**
+# **When N doubles, by how much does the peak memory of rung 2 grow, and that of rung 3 with tiles of (64, 64)? Is rung
+# 3 faster than rung 1 on this CPU?**
 #
 # <details><summary>Answer</summary>
 #
-# Rung 2: by 2. Rung 3: by less, as only out and lse grow with N, not the tile. It is slower: calling torch for each tile
-# takes longer than the arithmetic.
+# Rung 2: by 2. Rung 3: by less, as only out and lse grow with N, not the tile. It is slower: calling torch for each
+# tile takes longer than the arithmetic.
 #
 # </details>
 
@@ -429,8 +419,8 @@ for name, forward in rungs.items():
 # 3. What would go wrong if m started at -100?
 #    <details><summary>Answer</summary>
 #
-#    If all scores of a row are far below -100, every exp(s + 100) is rounded to 0, and so is l. The code then takes the
-#    row for one that sees no key, and gives 0.
+#    If all scores of a row are far below -100, every exp(s + 100) is rounded to 0, and so is l: the code takes the row
+#    for one that sees no key.
 #    </details>
 # 4. Why does the backward need no running maximum?
 #    <details><summary>Answer</summary>
@@ -446,7 +436,7 @@ for name, forward in rungs.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Go further
 #
-# - ★ (15 minutes) Write the softmax of a vector in two passes instead of three.
+# - ★ (15 minutes) A safe softmax reads a vector three times: for m, for l, for P. Write one that reads it twice.
 # - ★★ (1 hour) Give rung 2 a sliding window: query i sees the last w keys. Check against
 #   `reference.attention.forward(..., causal=True, window=(w - 1, 0))`.
 #

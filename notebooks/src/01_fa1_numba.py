@@ -17,7 +17,8 @@
 # *How does a GPU hold attention's tiles on the chip, what does FlashAttention-1's loop order cost, and what belongs in
 # registers?*
 #
-# ![Device memory with Q, K, V, O; shared memory with tiles; registers with 8 x 8 numbers of S and O.](../notebooks/figures/question_01.png)
+# ![Device memory, shared memory and registers of an H200. In FlashAttention-1 Q_i, O_i, l and m pass at each visit, in
+# FlashAttention-2 K_j and V_j.](../notebooks/figures/question_01.png)
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
 # - **Time:** about 65 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after part 3.
@@ -38,15 +39,16 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# A GPU consists of streaming multiprocessors (**SMs**). A **block** of threads stays on one SM, and shares a piece of the
-# SM's **shared memory**. Each thread computes in its own **registers**. Tensors lie in **device memory**, outside the chip.
+# A GPU consists of streaming multiprocessors (**SMs**). A **block** of threads stays on one SM, and shares a piece of
+# the SM's **shared memory**. Each thread computes in its own **registers**. Tensors lie in **device memory**, outside
+# the chip.
 #
-# **Device memory is the first bottleneck.** Standard attention, notebook 00's matrix form, writes S and P there and reads
-# them again. FlashAttention computes a tile of S, uses it and discards it, on the chip. The faster the arithmetic, the
-# more this matters: products of 16-bit floats (fp16) are much faster than those of float32.
+# **In 16 bits (fp16) device memory is the bottleneck** of standard attention, which writes S and P there and reads each
+# once, as the paper counts. FlashAttention computes a tile of S, uses it and discards it, on the chip. In float32, as
+# here, arithmetic is slower, and the traffic takes no longer than it.
 #
-# **Shared memory is the second.** In the time in which it delivers one number, the SM can do four **multiply-adds**, a b + c.
-# Here are the memories of an H200, the GPU on which the course was measured:
+# **Shared memory is the next bottleneck.** In the time in which it delivers one number, the SM can do four
+# **multiply-adds**, a b + c. The memories of an H200, on which the course was measured:
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.memories(N=4096, d=64))
@@ -54,16 +56,16 @@ print(figures.memories(N=4096, d=64))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: O is right after every visit
 #
-# FlashAttention-1 loads a tile of keys *once*, and every tile of queries visits it. Between two visits a row's O, l and m
-# wait in device memory, with O already divided by l.
+# FlashAttention-1 loads a tile of keys *once*, and every tile of queries visits it. Between two visits a row's O, l and
+# m wait in device memory, with O already divided by l.
 #
 # **Claim.** A row has O, l, m from the keys so far. The new tile alone gives $m_b = \max S$, $P = e^{S - m_b}$,
 # $l_b = \sum P$. Then with $m_{new} = \max(m, m_b)$, $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b - m_{new}}$
 #
 # $$l_{new} = \alpha\, l + \beta\, l_b \qquad O_{new} = \frac{\alpha\, l}{l_{new}}\, O + \frac{\beta}{l_{new}}\, P V_j$$
 #
-# is the attention over all keys so far. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys. Multiplying it by
-# $\alpha$ replaces m by $m_{new}$, and multiplying $P V_j$ by $\beta$ replaces $m_b$.
+# is the attention over all keys so far. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys. Multiplying
+# it by $\alpha$ replaces m by $m_{new}$, and multiplying $P V_j$ by $\beta$ replaces $m_b$.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -74,8 +76,8 @@ s = Q[5] @ K.T / 2**0.5
 print("over 2, 4, 6 keys:", *(s[:n].softmax(0) @ V[:n] for n in (2, 4, 6)))
 
 # %% slideshow={"slide_type": "fragment"}
-def visits(multiply_by_l):
-    """[(O of the tile alone, O)] of query 5 after each tile of two keys."""
+def visits():
+    """[(O of the tile alone, O, the tile's weight)] of query 5 after each tile of keys."""
     m, l, O, trace = torch.tensor(-np.inf), torch.tensor(0.0), torch.zeros(2), []
     for j in (0, 2, 4):
         m_b = s[j : j + 2].max()
@@ -83,22 +85,20 @@ def visits(multiply_by_l):
         m_new = torch.maximum(m, m_b)
         alpha, beta = (m - m_new).exp(), (m_b - m_new).exp()
         l_new = alpha * l + beta * P.sum()
-        old = alpha * l if multiply_by_l else alpha
-        O = old / l_new * O + beta / l_new * P @ V[j : j + 2]
+        O = alpha * l / l_new * O + beta / l_new * P @ V[j : j + 2]
+        trace.append((P @ V[j : j + 2] / P.sum(), O, beta * P.sum() / l_new))
         m, l = m_new, l_new
-        trace.append((P @ V[j : j + 2] / P.sum(), O))
     return trace
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Query 5, over three tiles of two keys
 #
-# An easy mistake is to multiply the old O by $\alpha$ only, and not by l. Then the row ends at (6.35, 1.01) instead of (6.83,
-# 1.34). Keys seen so far are black.
+# The new O lies between the old one and what the tile alone gives, $P V_j / l_b$. The numbers are their weights,
+# $\alpha\,l / l_{new}$ and $\beta\,l_b / l_{new}$. At the end O is (6.83, 1.34).
 
 # %% slideshow={"slide_type": "fragment"}
-print("l forgotten:", *(O for _, O in visits(multiply_by_l=False)))
-print("right:      ", *(O for _, O in visits(multiply_by_l=True)))
-figures.visits_of_O(V, visits(multiply_by_l=True))
+print("O after each tile:", *(O for _, O, _ in visits()))
+figures.visits_of_O(V, visits())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -109,9 +109,9 @@ figures.visits_of_O(V, visits(multiply_by_l=True))
 # `kernel[blocks, threads](arguments)`. `threadIdx` is a thread's number in its block, `blockIdx` the block's number, and
 # `cuda.grid(1)` the thread's number in the whole grid. A kernel may call functions marked `cuda.jit(device=True)`.
 #
-# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: all threads of the
-# block that are still running have to come to it before one goes on. `cuda.to_device` copies
-# an array to device memory.
+# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: all threads of
+# the block that are still running have to come to it before one goes on. `cuda.to_device` copies an array to device
+# memory.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -130,9 +130,9 @@ print(out.copy_to_host())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the simulator shows
 #
-# Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show **races**,
-# where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is right all the
-# same. So the tests also run the threads in order, and in reverse.
+# Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show
+# **races**, where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is
+# right all the same. So the tests also run the threads in order, and in reverse.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -151,7 +151,8 @@ print(out.copy_to_host())
 #
 # Write a line for each `...`, and run the cell.
 #
-# 1. **An index.** Blocks of `size` threads copy x to y, one number a thread. Which number does a thread of a block take?
+# 1. **An index.** Blocks of `size` threads copy x to y, one number a thread. Which number does a thread of a block
+#    take?
 # 2. **A guard.** x has N numbers, and there are more threads. When does the thread with number n of the grid have work?
 # 3. **A barrier.** After which of these lines must `cuda.syncthreads()` stand, 1, 2 or 3?
 #
@@ -174,8 +175,6 @@ print(out.copy_to_host())
 # rows = lambda t, T, Br: range(t, Br, T)
 # ```
 #
-# A thread without work skips the work, never a barrier that the others need.
-#
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
@@ -188,11 +187,12 @@ figures.puzzles(index, guard, barrier, rows)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 0: Algorithm 1, line by line
 #
-# Here is the whole kernel for six tokens and tiles of 2 x 2: each thread computes one number of S. In brackets: lines of
-# the paper's Algorithm 1. Read the barriers first.
+# Here is the whole kernel for six tokens and tiles of 2 x 2: each thread computes one number of S. In brackets: lines
+# of the paper's Algorithm 1. Read the barriers first.
 #
-# A block handles one head. Q_i, K_j, V_j and S have to fit into 48 KiB of shared memory; O, l and m stay outside. At d = 64
-# tiles of 64 x 64 would take $4\,(3 \cdot 64 \cdot 64 + 64 \cdot 64)$ bytes = 64 KiB.
+# A block handles one head. Its Q_i, K_j, V_j and S have to fit into the 48 KiB of shared memory that a block has
+# without asking for more; O, l and m stay outside. At d = 64 tiles of 64 x 64 would take
+# $4\,(3 \cdot 64 \cdot 64 + 64 \cdot 64)$ bytes = 64 KiB. Rung 0's, 16 x 16 on a GPU, take 13 KiB.
 
 # %% slideshow={"slide_type": "subslide"}
 N, d, Br, Bc = 6, 2, 2, 2
@@ -206,7 +206,7 @@ def forward(q, k, v, O, l, m, scale):
     S = cuda.shared.array((Br, Bc), np.float32)  # P overwrites it
     old = cuda.shared.array(Br, np.float32)  # the factor of the old O
     new = cuda.shared.array(Br, np.float32)  # the factor of P V_j
-    x, y, head = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.x
+    x, y, head = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.x  # x: a key in S, elsewhere a column
     for j in range(0, N, Bc):  # [5] tiles of keys
         cuda.syncthreads()  # the last V_j has been read
         K_j[y, x] = k[head, j + y, x]  # [6]
@@ -214,11 +214,11 @@ def forward(q, k, v, O, l, m, scale):
         for i in range(0, N, Br):  # [7] visited by all tiles of queries
             Q_i[y, x] = q[head, i + y, x]  # [8]
             cuda.syncthreads()  # Q_i, K_j and V_j are complete
-            S[y, x] = scale * fwd.dot(Q_i, y, K_j, x, d)  # [9]
+            S[y, x] = scale * fwd.dot(Q_i, y, K_j, x, d)  # [9] row y of Q_i times row x of K_j
             cuda.syncthreads()  # S is complete
             fwd.online_update(S, old, new, l, m, head, i, Bc)  # [10-11] and l, m of [13]
             cuda.syncthreads()  # P, old and new are complete
-            PV = fwd.ZERO
+            PV = np.float32(0)
             for c in range(Bc):
                 PV += S[y, c] * V_j[c, x]
             O[head, i + y, x] = old[y] * O[head, i + y, x] + new[y] * PV  # [12]
@@ -243,13 +243,13 @@ print("row 5:", O.copy_to_host()[0, 5].round(2))
 # | `old`, `new` (Br,), shared | you write the factors of O and of P V_j |
 # | `l`, `m` (heads, Nq), device memory | read and written anew; row r of the tile is `l[head, i + r]`. Beyond Nq there is none: skip it |
 #
-# `exp_difference(x, m)` is exp(x - m), and 0 for x = -inf. In a row that has seen no key l_new is 0, and both factors are
-# 0. Write `ZERO` for 0, as 0.0 is float64 for Numba.
+# `exp_difference(x, m)` is exp(x - m), and 0 for x = -inf. In a row that has seen no key l_new and both factors are 0.
+# Write `ZERO`, `np.float32(0)`, for 0, as 0.0 is float64 for Numba.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
 def online_update(S, old, new, l, m, head, i, Bc):
-    """Turns the scores S into P, updates l and m, sets O's factors old and new."""
+    """Turns S into P, updates l and m, sets O's factors old and new. Nq is l.shape[1]."""
     raise Blank
 
 
@@ -260,8 +260,7 @@ check("01.1", online_update)
 #
 # ### The order of the visits
 #
-# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order O stays on the chip until
-# its rows are complete. The site's [player](../notebooks/site/player.md) plays both.
+# In FlashAttention-2's order O stays on the chip until its rows are complete.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.order_of_visits()
@@ -280,6 +279,8 @@ figures.order_of_visits()
 # $(3d+4)/B_c < 4$ for $B_c > 49$.
 #
 # </details>
+#
+# Below, only rung 2's tile is large enough to save traffic.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.traffic(N=1024, d=64))
@@ -287,15 +288,15 @@ print(figures.traffic(N=1024, d=64))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
 #
-# If the loop over key tiles is the outer one, two key tiles may not update one row of O at the same time. So a head stays in
-# one block: 16 heads keep 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block: at N = 4096
-# these are 512 blocks of 128 queries each.
+# If the loop over key tiles is the outer one, two key tiles may not update one row of O at the same time. So a head
+# stays in one block: 16 heads keep 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block:
+# at N = 4096 and rung 2's tiles of 128 queries these are 512 blocks.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.2: the same tile, with O not divided
 #
-# Rung 1 has the loops swapped. A block owns one tile of queries, with O_i, l and m in shared memory. P is exp(S - m_new)
-# at once; `alpha` (Br,) receives what O is multiplied with. See `show("fwd_1_loops_swapped", "kernel")`.
+# Rung 1 has the loops swapped. A block owns one tile of queries, with O_i, l and m in shared memory. P is exp(S -
+# m_new) at once; `alpha` (Br,) receives what O is multiplied with. See `show("fwd_1_loops_swapped", "kernel")`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -311,8 +312,8 @@ check("01.2", online_update)
 #
 # In rungs 0 and 1 `dot` fetches both factors of every product from shared memory: 2 loads a multiply-add. In rung 2 a
 # thread computes a **patch** of 8 x 8 numbers of S. For each of the d columns it fetches 8 numbers of Q_i and 8 of K_j,
-# and multiplies each with each: 16 loads for 64 multiply-adds. The sums stay in its registers, of which it can have 255.
-# A TFLOP/s is $10^{12}$ operations a second, and a multiply-add counts as two.
+# and multiplies each with each: 16 loads for 64 multiply-adds. The sums stay in its registers, of which it can have
+# 255. A TFLOP/s is $10^{12}$ operations a second, and a multiply-add counts as two.
 
 # %% slideshow={"slide_type": "fragment"}
 for name, loads, products in (("dot", 2, 1), ("a patch of 8 x 8", 16, 64)):
@@ -323,8 +324,7 @@ for name, loads, products in (("dot", 2, 1), ("a patch of 8 x 8", 16, 64)):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.3: the gradient of the scores
 #
-# Rung 0's backward has keys outside too: dQ is loaded and stored at every visit, as O was. It has P of a tile and needs
-# dS = P (dP - delta), as in notebook 00.
+# Rung 0's backward has P of a tile and needs dS = P (dP - delta), as in notebook 00.
 #
 # dO_i is (Br, D), V_j (Bc, D), delta (heads, Nq) in device memory. Row r of the tile is `delta[head, i + r]`; beyond Nq
 # there is none. The threads divide the tile among themselves, as in `show("fwd_0_published", "scores")`. There is no
@@ -342,13 +342,14 @@ check("01.3", score_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Every rung has to pass the contract, stage 00's list of inputs; here are three. Then we break rung 0. When causal, its inner loop starts at
-# `first_query_tile`: key j is first seen by query j - (Nk - Nq). Suppose we forget Nk - Nq. **Which causal input fails:
-# as many queries as keys, fewer, or more?**
+# Every rung has to pass the contract, stage 00's list of inputs; here are three. Then we break rung 0. When causal, its
+# inner loop starts at `first_query_tile`: key j is first seen by query j - (Nk - Nq). Suppose we forget Nk - Nq.
+# **Which causal input fails: as many queries as keys, fewer, or more?**
 #
 # <details><summary>Answer</summary>
 #
-# Fewer. There the loop starts too late, and rows miss keys. With more queries it starts too early, which only costs time.
+# Fewer. There the loop starts too late, and rows miss keys. With more queries it starts too early, which only costs
+# time.
 #
 # </details>
 
@@ -394,7 +395,8 @@ check("01.bug2", test)
 # ## 7. Predict, then measure
 #
 # Recorded on an H200 in float32, at N = 4096, not causal, with 128 heads at d = 64 and 64 at d = 128. PyTorch's
-# `sdpa-math` is standard attention, its `sdpa-efficient` works by tiles. Shares are of the latter's speed.
+# `sdpa-math` is standard attention, its `sdpa-efficient` works by tiles. Shares are of the latter's speed, errors the
+# largest differences from float64.
 #
 # **Rung 1 has enough blocks for all SMs. Is it faster than rung 0 by the same factor at both d?**
 #
@@ -411,16 +413,18 @@ print(figures.speeds())
 # ### What the rows say
 #
 # Patches in registers bring more than the order of the loops: from 1.7 to 20 TFLOP/s at d = 64.
-# `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third. In the backward even standard
-# attention is: in float32 its traffic takes no longer than its arithmetic (part 1: 0.9 times). Tiles pay where arithmetic is
-# fast, as in stage 02.
+# `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third.
+#
+# In the backward `sdpa-math` is ahead. Five products are counted for all, but it has stored P, and computes four. That
+# alone makes it 25 % faster in this count; we did not look for more.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Tiles save traffic to device memory, patches loads from shared memory.
+# - Large tiles save traffic to device memory, patches loads from shared memory.
 # - FlashAttention-1 keeps O divided by l: after every visit it is the attention over the keys so far.
-# - Keys outside: one block a head, and O comes and goes. Queries outside: one block a query tile, and O is written once.
+# - Keys outside: one block a head, and O comes and goes. Queries outside: one block a query tile, and O is written
+#   once.
 # - The simulator checks indices and arithmetic, not races, types or speed.
 #
 # **Ask yourself**
@@ -430,12 +434,12 @@ print(figures.speeds())
 #
 #    No: all running threads have to come to the same one. It skips the work only.
 #    </details>
-# 2. What would be saved by storing O undivided between rung 0's visits? What would be lost?
+# 2. Does rung 0 save traffic to device memory?
 #    <details><summary>Answer</summary>
 #
-#    Saved: multiplying by l and dividing again. Lost: O is no longer attention over the keys so far.
+#    No. With Bc = 16 O comes and goes too often.
 #    </details>
-# 3. Between two visits rung 0's O is float32 even when q, k and v are float16. Why?
+# 3. q, k and v may be float16. Why is rung 0's O float32 between two visits?
 #    <details><summary>Answer</summary>
 #
 #    It is stored at each visit, and would be rounded each time.
@@ -443,7 +447,7 @@ print(figures.speeds())
 # 4. How many loads a multiply-add does a patch of 4 x 4 need, and of 16 x 16? What forbids the latter?
 #    <details><summary>Answer</summary>
 #
-#    8 loads for 16 multiply-adds, and 32 for 256. 16 x 16 numbers do not fit into 255 registers.
+#    8 loads for 16 multiply-adds, 0.5 each, and 32 for 256, 0.125. 16 x 16 numbers do not fit into 255 registers.
 #    </details>
 # 5. Why may rung 0 not give the key tiles of a head to several blocks?
 #    <details><summary>Answer</summary>

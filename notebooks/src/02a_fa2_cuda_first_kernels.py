@@ -14,12 +14,12 @@
 # %% [markdown] slideshow={"slide_type": "slide"}
 # # 02a. CUDA C++: the first kernels
 #
-# *How does attention look in CUDA C++, and who should own a row of S: a thread, or some lanes of a warp?*
+# *How does attention look in CUDA C++, and who should own a row of S: one thread, or some of the 32 threads of a warp?*
 #
-# ![A tile of S twice. Left, a thread owns a whole row. Right, a lane of a warp owns every eighth number of four
-# rows.](../notebooks/figures/question_02a.png)
+# ![A tile of S twice. Left, a thread owns a whole row. Right, a thread of a warp (a lane) owns every eighth number of
+# four rows.](../notebooks/figures/question_02a.png)
 #
-# - **Before you start:** notebooks 00 and 01; reading C. No GPU: g++ runs the kernels.
+# - **Before you start:** notebooks 00 and 01; reading C (part 3 has the C++). No GPU: g++ runs the kernels.
 # - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before
 #   `warp`.
 # - **Code:** [`fwd_0_scalar.cu`](../steps/step02_fa2_cuda/fwd_0_scalar.cu),
@@ -38,26 +38,21 @@ print(steps.engine.describe())
 #
 # In notebook 01's last kernel, `registers`, a block has a *query tile*, and a thread keeps a patch of 8 x 8 scores.
 #
-# How far is that? A **peer** is a kernel of others, measured in the same run on the same inputs. Here it is PyTorch's
-# kernel for float32, `sdpa-efficient`, at D = 64. D is the d of notebooks 00 and 01; *full* means without a causal
-# mask:
+# How fast is that? Below are 01's kernels, this page's, and a **peer**, a kernel of others: PyTorch's. The last column
+# is the share of what an H200's float32 units can do. D is the d of notebooks 00 and 01; *full* means not causal:
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_2_registers", D=64, dtype="fp32", peer="sdpa-efficient"))
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# CUDA C++ has words for what Numba lacks: loads of four numbers at once, threads that exchange numbers, and tensor cores
-# (02b).
+print(figures.rungs())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: owners who agree on m
 #
-# **Claim.** Take *any* number m, and use the same m in the numerator and in the denominator. Then
+# **Claim.** In exact arithmetic take *any* number m, and use the same m in the numerator and in the denominator. Then
 #
 # $$O_i = \frac{\sum_j e^{S_{ij} - m}\, V_j}{\sum_j e^{S_{ij} - m}}$$
 #
-# because e^-m cancels. No other row occurs in it, so rows can be divided freely among workers. The *keys* of a row can be
-# divided, too, if all its workers use one m: then their parts of both sums add up.
+# because e^-m cancels. No other row occurs in it, so rows can be divided freely among workers. The *keys* of a row can
+# be divided, too, if all its workers use one m: then their parts of both sums add up.
 #
 # Take notebook 00's six tokens, and two workers with three keys each. First each uses its own maximum, then both one:
 
@@ -82,18 +77,18 @@ for m1, m2 in ((S[first].max(), S[second].max()), (S.max(), S.max())):
 # Row 5 of the output should be (6.83, 1.34), and is with one m. With two different m the parts are scaled differently,
 # and their sum gives the wrong (4.74, 1.32).
 #
-# The same choice comes again *inside* a block, which consists of **warps**: 32 threads that run together, called
+# Rows or keys: the choice returns *inside* a block, which consists of **warps**: 32 threads that run together, called
 # **lanes**. FlashAttention-1 gave each warp some keys of every row, so warps had to add up O through shared memory.
 # FlashAttention-2 gives each warp some rows (section 3.3 of the paper).
-#
-# We go one step further down. In our first kernel, `scalar` (**rung** 0 of a ladder of kernels), a *thread* owns a
-# row. In `warp` eight lanes own four rows together, and have to agree on m.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.owners()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
+#
+# In our first kernel, `scalar` (**rung** 0 of a ladder of kernels), a *thread* owns a row. In `warp` eight lanes own
+# four rows together, and have to agree on m.
 #
 # ### CUDA C++ for those who know Numba
 #
@@ -109,7 +104,9 @@ figures.owners()
 # | `cuda.syncthreads()` | `__syncthreads()` | the barrier of a block |
 # | `Br`, `Bc`, `D`, fixed when the kernel is made | macros `Br`, `Bc`, `D` | known to the compiler |
 #
-# On a GPU `Global` and `Shared` are plain pointers; under g++ they know their bounds. A first kernel reverses an array:
+# On a GPU `Global` and `Shared` are plain pointers; under g++ they know their bounds. A pointer plus t points t numbers
+# further, `= {}` fills an array with 0, and `#pragma unroll` asks the compiler to write a loop out. A first kernel
+# reverses an array:
 
 # %% slideshow={"slide_type": "fragment"}
 MIRROR = """#include "ptx.cuh"
@@ -128,40 +125,26 @@ print(y)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The same text on a CPU
 #
-# g++ compiles the text unchanged, with an **emulation** of CUDA behind it. A thread runs alone until it has to wait. The
-# threads come in an order that we choose: forward, reverse or random.
+# g++ compiles the text unchanged, with an **emulation** of CUDA behind it, whose shared memory starts as NaN. A thread
+# runs alone until it has to wait. The threads come in an order that we choose: forward, reverse or random.
 #
-# Three mistakes in `mirror`, each with the old line (-) and the new one (+), and what the emulation says. Its shared memory
-# starts as NaN.
-#
-# A GPU says nothing. The third mistake: a barrier waits for all threads of the block *that have not returned* (01). So
-# on a GPU nobody waits for thread 5, and the block goes on without its number. The emulation stops there and
-# complains.
+# Three mistakes in `mirror`, each with the old line (-) and the new one (+), and what the emulation says:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.break_mirror(MIRROR, x)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Yours: an index, a barrier, a launch
+# A GPU says nothing. In the third mistake its barrier waits for all threads of the block *that have not returned* (01),
+# and the block goes on without the number of thread 5. The emulation stops there and complains.
+#
+# ### An order that hides a mistake
 #
 # The kernel `differences` computes $y_n = x_n - x_{n-1}$ for 20 numbers, with $x_{-1} = 0$. Each thread leaves its
-# number in shared memory for its right neighbour.
-#
-# **Fill in the four blanks.** The index is this thread's place in x, over all blocks of eight
-# threads; `grid` is the number of blocks. Then set `barrier = ""`: **in which order of the threads is all well?**
+# number in shared memory for its right neighbour. **Without the barrier, in which order of the threads is all well?**
 #
 # <details><summary>Answer</summary>
 #
-# ```python
-# index = "blockIdx.x * blockDim.x + threadIdx.x"
-# barrier = "__syncthreads();"
-# grid = 3
-# shared_bytes = 8 * 4
-# ```
-#
-# Three blocks of eight make 24 threads. The last four have no number, so `n < N` stands twice, but not around the
-# barrier. Without it all is well forward, where the left neighbour has come before: a test in this order alone would
-# have passed.
+# Forward, where the left neighbour has come before. A test in this order alone would pass.
 #
 # </details>
 
@@ -175,17 +158,16 @@ extern "C" __global__ void differences(Global<const float> x, Global<float> y) {
   BARRIER
   if (n < N) y[n] = x[n] - (t > 0 ? tile[t - 1] : n > 0 ? x[n - 1] : 0);
 }"""
-index = ...
-barrier = ...
-grid = ...
-shared_bytes = ...
-figures.try_differences(DIFFERENCES, index, barrier, grid, shared_bytes)
+launch = dict(index="blockIdx.x * blockDim.x + threadIdx.x", grid=3, shared_bytes=8 * 4)
+for barrier in ("", "__syncthreads();"):
+    print("barrier:", barrier or "none")
+    figures.try_differences(DIFFERENCES, barrier=barrier, **launch)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 0, `scalar`, line by line
 #
-# A thread owns a query row, a block Br of them. In brackets stand the lines of FlashAttention-2's Algorithm 1, corrected
-# ([papers/errata.md](../papers/errata.md)).
+# A thread owns a query row, a block Br of them. In brackets stand the lines of FlashAttention-2's Algorithm 1,
+# corrected ([papers/errata.md](../papers/errata.md)).
 #
 # | line | what it does | in the kernel |
 # |---|---|---|
@@ -199,7 +181,8 @@ figures.try_differences(DIFFERENCES, index, barrier, grid, shared_bytes)
 #
 # **The budget.** q and O take 2 D of a thread's at most 255 registers, so D ends at 96, and S lies in shared memory.
 # All threads of a warp read the same `K[j * D + d]` at once, and one read serves them all. But each number serves one
-# multiply-add of a thread. 01's patches did better, so `scalar` begins slower than `registers`.
+# multiply-add of a thread: by 01's formula this allows 16.7 TFLOP/s. (Measured are 17.5, as the compiler joins four
+# loads into one.) *Banks*, in a comment below, are channels of shared memory.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_0_scalar", "scores")
@@ -253,7 +236,7 @@ print(measured.rung("fwd_0_scalar", D=64, dtype="fp32", peer="sdpa-efficient"))
 # `max_S` is the largest of the n scores. `expf(x)` is e^x. O is not divided by l.
 #
 # Write the body in place of `#error`: `check` runs some of the contract's cases. `hint("02.1")` and `solution("02.1")`
-# help. Exercises do not come in the order of their numbers: 02.2 is in 02c, 02.9 in 02y.
+# help.
 
 # %% slideshow={"slide_type": "fragment"}
 online_update = r"""
@@ -272,9 +255,9 @@ check("02.1", online_update)
 #
 # Lane t is called (a, b), with a = t / 8 and b = t % 8. It owns the rows a, a + 4, a + 8 and a + 12 of the warp. So
 # the eight lanes with the same a own the same four rows. They divide the keys of S: lane (a, b) has the keys b, b + 8,
-# b + 16 and so on. They also divide the columns of O, eight for each lane at D = 64. In the picture at the top, lane
-# (1, 2) is orange, and the others with a = 1 are blue. It has 32 keys, so a lane has 4 x 4 scores; with 64 keys, as
-# below, 4 x 8.
+# b + 16 and so on. They also divide the columns of O, eight for each lane at D = 64. In the picture at the top lane
+# (1, 2) is orange, the others with a = 1 are blue. It has 32 keys, so a lane has 4 x 4 scores; with 64 keys, as below,
+# 4 x 8.
 #
 # In the code Q points at the lane's first row, row a, and K at its first key, key b. The next row is four rows further,
 # the next key eight rows further. `STRIDE` is the length of a row in shared memory:
@@ -283,8 +266,9 @@ check("02.1", online_update)
 show("fwd_1_warp", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# How many numbers does a lane fetch? Take D = 64 and tiles of 64 keys. For S, each step along d takes 4 numbers of Q and 8
-# of K, for 32 multiply-adds. For O, each key takes 8 numbers of V, for 32 more; P comes from other lanes' registers.
+# How many numbers does a lane fetch? Take D = 64 and tiles of 64 keys. For S, each step along d takes 4 numbers of Q
+# and 8 of K, for 32 multiply-adds. For O, each key takes 8 numbers of V, for 32 more; P comes from other lanes'
+# registers.
 
 # %% slideshow={"slide_type": "fragment"}
 ROWS, KEYS, COLUMNS, D, Bc = 4, 8, 8, 64, 64
@@ -297,9 +281,9 @@ print("scalar: 1 each")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Eight lanes agree
 #
-# A **shuffle**, `__shfl_xor_sync(mask, x, 4)`, gives a lane the x of the lane whose number differs in the bit of value
-# 4, from register to register. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, `~0u` all
-# 32, and all of them must come. At first half of the warp stays away; then all come.
+# A **shuffle**, `__shfl_xor_sync(who, x, 4)`, gives a lane the x of the lane whose number differs in the bit of value
+# 4, from register to register. After 4, 2 and 1 every lane has met all eight. `who` names the lanes that take part,
+# `~0u` all 32, and all of them must come. At first half of the warp stays away; then all come.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"
@@ -320,8 +304,8 @@ print(x[:, :8].int())  # of eight lanes: at first, after 4, after 2, after 1
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Some cases of the **contract**, which is what every stage promises: a list of inputs that it computes right. In
-# `scores_200` scores reach ±200, where exp overflows; in `negative_row` all scores of one row are near -200.
+# Some cases of the **contract** (00). In `scores_200` scores reach ±200, where exp overflows; in `negative_row` all
+# scores of one row are near -200.
 
 # %% slideshow={"slide_type": "fragment"}
 names = """one_key ragged ragged_causal fewer_queries_causal more_queries_causal
@@ -354,12 +338,14 @@ planted.seen_by("scalar", figures.MISTAKES, names, tile=(16, 16))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **A thread or a warp for a row?** Which is faster in float32, and by how much?
+# **A thread or eight lanes for a row?** By the counts above, how many times as fast is `warp`? And in which order do
+# the counts put all five kernels: 2, 2 and 0.25 loads a multiply-add in 01, 1 and 0.31 here?
 #
 # <details><summary>Answer</summary>
 #
-# By the counts above 1 / 0.31 = 3.2 times, measured 1.5 times. The compiler joins four loads of `scalar` into one, and
-# `warp` also has its shuffles.
+# 1 / 0.31 = 3.2 times; measured 1.5 times: the compiler joins four loads of `scalar` into one, and `warp` also has its
+# shuffles. By the counts `registers` should be first, and is behind `warp`; `loops_swapped` should have half of the
+# speed of `scalar`, and has a tenth. The count leaves out the compiler, and what else a kernel does.
 #
 # </details>
 #
@@ -381,7 +367,8 @@ figures.float32_speeds()
 # 1. Why does the loop of `scalar` need two barriers a tile, and not one?
 #    <details><summary>Answer</summary>
 #
-#    One before the tile is read, so that all of it is there; one before it is overwritten, so that nobody still reads it.
+#    One before the tile is read, so that all of it is there; one before it is overwritten, so that nobody still reads
+#    it.
 #    </details>
 # 2. Which of Br and Bc of `scalar` can be made larger without more registers? What would it cost instead?
 #    <details><summary>Answer</summary>
@@ -391,8 +378,7 @@ figures.float32_speeds()
 # 3. What goes wrong if a thread without a query returns at once?
 #    <details><summary>Answer</summary>
 #
-#    Its rows of K_j and V_j are not loaded, so the others compute with wrong numbers. A GPU's barrier does not wait for it;
-#    the emulation stops at the barrier and says who is missing.
+#    Its rows of K_j and V_j are not loaded, so the others compute with wrong numbers.
 #    </details>
 # 4. Why may l stay divided among eight lanes until the end, and m not?
 #    <details><summary>Answer</summary>
@@ -409,8 +395,8 @@ figures.float32_speeds()
 #
 # - ★ (15 minutes) Give `scalar` four sums in `scores` instead of one. Do the registers still suffice at D = 64?
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); how a compiler loses registers, and shuffles
-# beside CUDA's *cooperative groups*, [02x_deeper.ipynb](02x_deeper.ipynb).
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md). **Deeper:**
+# [02x_deeper.ipynb](02x_deeper.ipynb).
 #
 # **Next:** [02b_fa2_cuda_tensor_cores.ipynb](02b_fa2_cuda_tensor_cores.ipynb), or first the backward,
 # [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb).

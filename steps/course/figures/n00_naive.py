@@ -23,15 +23,18 @@ torch.set_num_threads(1)  # The tensors of notebooks 00 and 01 are small: they a
 
 @pictured
 def soft_lookup(names, Q, K, V):
-    """Left: query 5 as an arrow between those of the keys trout and gull. Right: the six values as discs, the areas
-    their weights. As the scale grows, the output moves from the mean of all values to the trout's value.
+    """Left: query 5 as an arrow between those of the keys trout and gull, and each key's score. Right: the six values
+    as discs, the areas their weights. As the scale grows, the output moves from the mean of all values to the trout's.
     """
     fig, (left, right) = subplots(1, 2, figsize=(8.4, 4.0), width_ratios=(1, 1.2))
     tips, colours = torch.cat([K, Q[5:]]), [OPERAND["K"]] * 6 + [OPERAND["Q"]]
-    left.quiver(*torch.zeros(2, 7), *tips.T, color=colours, angles="xy", scale_units="xy", scale=1, width=0.009)
-    for name, (x, y), colour in zip([*names, "q5"], tips.tolist(), colours, strict=True):
-        left.text(x, y + (0.2 if y > 0 else -0.2), name, color=colour, ha="center", va="center")
-    left.set(xlim=(-2, 3.6), ylim=(-1.6, 2.6), xlabel="water", ylabel="air", title="keys, and query 5")
+    roots = torch.zeros(7, 2)
+    roots[1, 1] = -0.12  # The frog's arrow would lie below the trout's.
+    left.quiver(*roots.T, *tips.T, color=colours, angles="xy", scale_units="xy", scale=1, width=0.009)
+    words = [f"{name}\n{s:.2f}" for name, s in zip(names, (Q[5] @ K.T / 2**0.5).tolist(), strict=True)]
+    for word, (x, y), colour in zip([*words, "q5"], tips.tolist(), colours, strict=True):
+        left.text(x, y + (0.1 if y > 0 else -0.2), word, color=colour, ha="center", va="bottom" if y > 0 else "top")
+    left.set(xlim=(-2, 3.6), ylim=(-1.9, 2.9), xlabel="water", ylabel="air", title="keys and scores of query 5")
     path = (torch.linspace(0, 8, 400)[:, None] * (Q[5] @ K.T)).softmax(-1) @ V
     P = (Q[5] @ K.T / 2**0.5).softmax(-1)
     right.scatter(*V.T, s=1500 * P + 6, color=OPERAND["V"], alpha=0.6, lw=0)
@@ -91,7 +94,7 @@ def milliseconds(forward, N):
 @pictured
 def running_maximum(scores, steps):
     """Two plots over keys 0 to 5. The maximum steps up at keys 1, 3 and 4. There the sum l falls, by the factors
-    alpha of 0.24, 0.24 and 0.49, and then rises by 1. At the other keys it rises a little.
+    alpha of 0.24, 0.24 and 0.49, and then rises by 1. At keys 2 and 5 it rises by 0.03 and 0.01.
     """
     fig, (top, bottom) = subplots(2, 1, figsize=(7.2, 3.8), sharex=True)
     m, l, _ = (torch.stack(x) for x in zip(*steps, strict=True))
@@ -104,9 +107,12 @@ def running_maximum(scores, steps):
         bottom.plot((j - 1, j - 0.2), (l[j - 1], l[j - 1]), color=FAINT)
         bottom.plot((j - 0.2, j - 0.1), (l[j - 1], rescaled), color=UNSEEN)
         bottom.plot((j - 0.1, j), (rescaled, l[j]), "o-", color=INK, markevery=[1])
+        term = (scores[j] - m[j]).exp()
         if m[j] > m[j - 1]:
             bottom.text(j - 0.3, rescaled, f"x {(m[j - 1] - m[j]).exp():.2f}", ha="right", va="bottom", fontsize=9)
-            bottom.text(j + 0.05, (rescaled + l[j]) / 2, "+ 1", va="center", fontsize=9)
+            bottom.text(j + 0.05, (rescaled + l[j]) / 2, f"+ {term:.0f}", va="center", fontsize=9)
+        else:
+            bottom.text(j, l[j] - 0.07, f"+ {term:.2f}", ha="center", va="top", fontsize=9)
     top.set(title="bars: the scores; black: their running maximum m")
     bottom.set(title="the sum l: orange, alpha shrinks it; black, the new key's term", xlabel="key j", xticks=keys)
     bottom.set(ylim=(0, 1.9))
@@ -123,7 +129,7 @@ def tiles_visited():
         pairs = fwd_3_tiled.mask(torch.zeros(Nq, Nk), 0, 0, Nk - Nq) == 0
         seen = pairs.unfold(0, 4, 4).unfold(1, 4, 4).sum((2, 3))  # how many scores of each tile
         panels[title] = seen.sign() + ((0 < seen) & (seen < 16)), pairs
-    return visited_tiles(panels, 4)
+    return visited_tiles(panels, 4, white="tile never visited")
 
 
 def outcome(stage, case, compute, dtype=torch.float32):
@@ -153,7 +159,7 @@ MISTAKES = {  # a mutant's name -> what it does
     "delta_missing": "delta left out",
 }  # fmt: skip
 INPUTS = {  # a case's name -> its column
-    "head_dim_64": "d = 64", "ragged": "d = 32,\nragged", "ragged_causal": "causal",
+    "head_dim_64": "d = 64", "ragged": "d = 32", "ragged_causal": "causal",
     "fewer_queries_causal": "causal,\nNq < Nk",
     "one_key": "one key", "scores_200": "scores\nof ±200", "falling": "scores\nthat fall",
     "negative_row": "scores\nnear -200",

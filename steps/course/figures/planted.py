@@ -44,11 +44,11 @@ def compiled(file, D):
 
 
 def block(file, D):
-    """What a block of a file's main kernel takes on an H200, and how many fit on a multiprocessor, in words."""
+    """What a block of a file's main kernel takes on an H200, and how many fit on an SM, in words."""
     (_, _, threads, shared, _), n = launched(file, D), compiled(file, D)[0].registers
     fit = cost.occupancy(GPU.capability, threads=threads, shared=shared, registers=n)
-    fits = f"{fit.blocks} fit on a multiprocessor ({fit.limited_by})"
-    return f"{threads} threads of {n} registers, {shared / 1024:.0f} KiB; {fits}"
+    fits = f"{fit.blocks} fit on an SM ({fit.limited_by})"
+    return f"{threads} threads of {n} registers, {shared / 1024:.0f} KiB shared memory; {fits}"
 
 
 def report(text, kernel, tensors, **launch):

@@ -111,10 +111,11 @@ def boxes(ax, found):
         ax.text(*place, word, color=ink_on(colour), fontsize=9, ha="center", va="center_baseline")
 
 
-def visited_tiles(panels, side):
+def visited_tiles(panels, side, white=None):
     """Queries against keys, a panel for each {title: (tiles, pairs)}, with a dot for each pair that is seen.
 
     tiles: 0 for those that are not visited, 1 for those visited without a mask (blue), 2 for those with one (orange).
+    white: what the legend says of those that are not visited, if it names them.
     """
     fig, axes = subplots(1, len(panels), figsize=(8.4, 3.1))
     end = side * max(max(tiles.shape) for tiles, _ in panels.values())
@@ -129,8 +130,10 @@ def visited_tiles(panels, side):
     axes[0].set_ylabel("query")
     told = {4: "tile with a mask", 5: "tile without"}
     handles = [plt.Rectangle((0, 0), 1, 1, fc=COLOURS[n], ec=INK, label=words) for n, words in told.items()]
+    if white:
+        handles.append(plt.Rectangle((0, 0), 1, 1, fc="white", ec=INK, label=white))
     handles += axes[0].plot([], [], ".", color=INK, label="pair that is seen")
-    fig.legend(handles=handles, loc="outside lower center", ncols=3)
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return fig
 
 
