@@ -65,7 +65,6 @@ SHARES = [  # page, words, and of each pair of numbers: the kernels, whom they a
     (FA3, "D = 64: ours has # to # of its speed.", (FWD, "fa3", 0, 2**14, {"D": 64})),
     (FA3, "D = 128, full: # to #.", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": False})),
     (FA3, "D = 128, causal: # to #, from", (FWD, "fa3", 0, 2**14, {"D": 128, "causal": True})),
-    ("02e", "they take turns, at # to # of the speed.", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
     (RESULTS, "leaves the backward of stage 02 # to # of its speed", (f"{BWD}:DETERMINISTIC=1", BWD, 0, 2**14, {})),
     ("03a", "Of FlashAttention-4's speed it has # to # in the forward, and # to # in the backward.",
      ("fwd_3_gluon", "fa4", 4096, 2**14, {}), ("bwd_2_gluon", "fa4", 4096, 2**14, {})),
@@ -131,10 +130,20 @@ def test_what_each_idea_of_rung_hopper_brings():
 
 
 def test_what_each_rung_brought():
-    kernels = "fwd_4_cp_async", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper"
-    copies, *factors = (row["tflops"] / before["tflops"] for row, before, _ in map(measured.rung_row, kernels))
-    says("02b", "It became # times as fast", copies)
-    says("02d", "a factor of # times #, against #.", *factors)
+    (copies, before, _), (hopper, *_) = map(measured.rung_row, ("fwd_4_cp_async", "fwd_8_hopper"))
+    became = copies["tflops"] / before["tflops"]
+    says("02b", "It became # times as fast", became)
+    says("02b", "1 - 1/#, more than #%, if nothing but waiting was saved.", became, math.floor(100 - 100 / became))
+    peak = measured.H200.half_tflops
+    says("02d", "reaches # of # TFLOP/s, # %.", hopper["tflops"], peak, 100 * hopper["tflops"] / peak)
+    fa2 = measured.rung_row("fwd_5_fa2", peer="sdpa-cudnn")[0]["tflops"]
+    says("02d", "says # TFLOP/s. `fa2` reaches only # % of that", peak, 100 * fa2 / peak)
+
+
+def test_a_causal_mask_costs_speed():
+    names = "fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper", "sdpa-cudnn", "fa3"
+    full, causal = (measured.of_one_run(*names, causal=mask) for mask in (False, True))
+    assert all(causal[name] < full[name] for name in names if full and causal) and says("02d", "No, all get slower.")
 
 
 def test_shares_of_the_yardstick():
@@ -190,20 +199,33 @@ def test_what_a_wavefront_feeds():
     ceilings = {rung: n02b_tensor_cores.WAVEFRONTS * flop for rung, flop in feeds.items()}
     steps = {b: feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)}
     says("02b", "one wavefront feeds # FLOP,", feeds["scalar"])
-    says("02b", "Three times as many, #.", feeds["warp"])
-    says("02b", "**ceiling**, # TFLOP/s", ceilings["warp"])
+    tiles = {rung: n02b_tensor_cores.ladder.FORWARD[rung].tiles[0][D] for rung, D in n02b_tensor_cores.RUNGS.items()}
+    assert len({tiles[rung] for rung in ("warp", "mma", "ldmatrix", "cp_async")}) == 1
+    shown = tiles["scalar"] + tiles["fa2"] + tiles["mma"]
+    says("02b", "queries x keys, are # x # in `scalar`, # x # in `fa2`, and # x # between:", *shown)
+    assert feeds["scalar"] < 256 / 4 and says("02b", "less than a quarter of what the float32 units can do.")
+    clocks = [peak * 1e3 / measured.H200.sms / flop for peak, flop in (
+        (measured.H200.half_tflops, 4096), (measured.H200.fp32_tflops, 256))]  # fmt: skip
+    says("02b", "The clock is # GHz,", clocks[0])
+    says("02b", "(01 took that of the float32 peak, # GHz.)", clocks[1])
+    says("02b", "Three times as many, #: 20 numbers", feeds["warp"])
+    says("02b", "The ceiling is # TFLOP/s.", ceilings["warp"])
     says("02b", "feeds # FLOP, only # times", feeds["mma"], steps["mma"])
     assert n02b_tensor_cores.per_wavefront("mma", 64) == feeds["mma"]
     assert says("02b", "at D = 64 the count is the same")
-    says("02b", "from # to # TFLOP/s, # times.", ceilings["mma"], ceilings["ldmatrix"], steps["ldmatrix"])
+    words = "from # to # TFLOP/s, # times, and the speed only four times."
+    says("02b", words, ceilings["mma"], ceilings["ldmatrix"], steps["ldmatrix"])
     assert feeds["cp_async"] == feeds["ldmatrix"] and says("02b", "Its wavefronts are exactly those of `ldmatrix`.")
-    says("02b", "A wavefront feeds # times as many FLOP,", steps["fa2"])
-    says("02b", "The ceiling, # TFLOP/s", ceilings["fa2"])
-    in_order = sorted(steps, key=steps.get, reverse=True)
-    says("02b", "By the counts: " + ", ".join(f"`{rung}` #" for rung in in_order), *map(steps.get, in_order))
+    says("02b", "A wavefront feeds # times as many FLOP; the speed does not follow", steps["fa2"])
+    says("02b", "At # TFLOP/s `mma` itself would be the limit", ceilings["fa2"])
+    assert round(3 * ceilings["fa2"] / measured.H200.half_tflops, 1) == 2
+    says("02b", "it reaches two thirds of #,", measured.H200.half_tflops)
     speeds = {b: n02b_tensor_cores.gain(a, b) for a, b in itertools.pairwise(feeds)}
     if not any(map(math.isnan, speeds.values())):
-        assert min(speeds, key=speeds.get) == "fa2" and says("02b", "Measured, `fa2` comes last.")
+        more = {rung for rung in speeds if speeds[rung] > steps[rung] + 0.01}
+        assert more == {"cp_async", "mma"} and says("02b", "`cp_async`, which waits less, and `mma`:")
+        assert round(speeds["mma"]) == 2 and says("02b", "`mma` is only twice as fast as `warp`.")
+        assert round(speeds["ldmatrix"]) == 4
     scalar = n02b_tensor_cores.speed("scalar", 64)
     if not math.isnan(scalar):
         told = "measured at # TFLOP/s, above its ceiling of #:"
@@ -217,8 +239,16 @@ def test_mma_gained_more_than_its_count():
         ceiling = n02b_tensor_cores.WAVEFRONTS * n02b_tensor_cores.per_wavefront(rung)
         share[rung] = n02b_tensor_cores.speed(rung, D) / ceiling * 100
     says("02b", "`warp` reached only #% of its ceiling, and `mma` #%.", share["warp"], share["mma"])
-    bf16, fp32 = (measured.rung_row("fwd_1_warp", D=64, dtype=dtype)[0]["tflops"] for dtype in ("bf16", "fp32"))
-    says("02b", "`warp` is in bf16 here, # TFLOP/s; 02a measured float32, #.", bf16, fp32)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_what_one_wavefront_feeds_in_the_picture():
+    """Multiply-adds of S. In `scalar`, `scores` also stores them."""
+    of = {rung: n02b_tensor_cores.wavefronts(rung)["scores"][1] for rung in ("scalar", "warp", "mma", "ldmatrix")}
+    of["scalar"] -= 64 * 32 // 32
+    tiles = {rung: 64 * (32 if rung == "scalar" else 64) for rung in of}
+    fed = [tiles[rung] * n02b_tensor_cores.RUNGS[rung] / of[rung] for rung in of]
+    says("02b", "Scalar: 1 word, # multiply-adds. Warp: 4 or 8, #. Mma: 4, #. Ldmatrix: 32, #.", *fed)
 
 
 def test_what_the_transpose_reads():
@@ -227,7 +257,8 @@ def test_what_the_transpose_reads():
     stored = 2 * 4 * 32 * (128 + 64)  # two warpgroups, four wgmma of 16 queries, n = 128; the first operand is 64 rows
     partial = 2 * 4 * 32 * 128  # each sums over its own 64 keys
     saved, cost = (stored - read["dV"]) / 1024, (read["dQ"] - partial) / 1024
-    says("02e", "There dV and dK read # KiB less each with Sᵀ, but dQ reads # KiB more.", saved, cost)
+    says("02e", "Against S, dV and dK read # KiB less each, dQ # more: no gain", saved, cost)
+    assert 2 * saved == cost
 
 
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -238,6 +269,23 @@ def test_what_the_roofs_foresaw_for_bwd_3():
     got = [row["tflops"] / before["tflops"] for row, before, *_ in rows_of]
     words = "D = 64 should become # times as fast and D = 128 # times; measured were # and #."
     says("02e", words, *foreseen, *got)
+    second, first, *_ = measured.rung_row("bwd_2_wgmma")
+    says("02e", "has `bwd_2` # times as fast as `bwd_1`", second["tflops"] / first["tflops"])
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_what_passes_through_shared_memory_beside_the_products():
+    clocks, read = n02e_hopper_backward.step_of(64, 128)
+    others = n02e_hopper_backward.beside_products(64)
+    free = clocks - read / n02e_hopper_backward.BANDWIDTH
+    says("02e", "the grey ones need # clocks, and # are free.", sum(others.values()), free)
+    assert others["lse, delta"] == 2 * others["dS^T"] and says("02e", "that takes twice as long as dSᵀ.")
+    for D, (Br, Bc) in n02e_hopper_backward.TILES.items():
+        says("02e", "which has # times as many bytes?", 2 * Br * Bc / (2 * 4 * Br))
+        _, words = n02e_hopper_backward.roof("wgmma", D)
+        _, read = n02e_hopper_backward.step_of(D, Br)
+        shared = read / n02e_hopper_backward.BANDWIDTH + sum(n02e_hopper_backward.beside_products(D).values())
+        assert f"shared memory {shared:.0f} clocks" in words, "The picture shows all of it."
 
 
 def test_parts_of_two_kernels():

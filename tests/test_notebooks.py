@@ -193,6 +193,28 @@ def test_a_page_is_read_in_one_sitting(path):
         assert len(section.split()) <= 600, section[:60]
 
 
+# What these give is shown only as the value of the cell's last line.
+SHOWN = {"show", "diff", "check", "hint", "solution"}
+
+
+def lost(source):
+    """The calls in a cell whose listing nobody would see: statements of their own before the last line."""
+    body = ast.parse(source).body
+    alone = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Expr)]
+    return [ast.unparse(node) for node in alone if node is not body[-1] and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func).split(".")[-1] in SHOWN]  # fmt: skip
+
+
+@each_notebook
+def test_no_cell_loses_a_listing(path):
+    assert not [(call, cell.source) for cell in code_cells(path) for call in lost(cell.source)]
+
+
+def test_a_lost_listing_is_noticed():
+    assert lost("x = 1\nshow('a')\nfigures.show('b')") == ["show('a')"]
+    assert lost("for x in 'ab':\n    show(x)") == ["show(x)"] and not lost("text = show('a') + 'b'\nprint(diff(1, 2))")
+
+
 @each_notebook
 def test_printed_lines_fit_on_a_page(path):
     """Source that `show` and `diff` print is as wide as its file."""

@@ -111,27 +111,26 @@ def thread_or_warp():
     return fig
 
 
-def fetched_and_multiplied():
-    """Notebook 02b: for one step along d, what is multiplied, and what is fetched from shared memory for that."""
-    owners = {"scalar: a thread": (1, 1), "warp: a lane": (4, 8), "mma: a warp": (16, 8)}
-    fig, axes = plt.subplots(1, 3, figsize=(7.6, 3.4), layout="constrained")
-    for ax, (name, (rows, keys)) in zip(axes, owners.items(), strict=True):
-        fetches_q = name.startswith("warp")  # The others have their rows of Q in registers.
-        for x, y, width, height, colour in (
-            (0, 0, keys, rows, COLOURS[5]),
-            (0, -1.5, keys, 1, COLOURS[1]),
-            (-1.5, 0, 1, rows, COLOURS[1] if fetches_q else FAINT),
-        ):
-            numbers = torch.zeros(height, width)
-            edges = [torch.arange(n + 1) + start for n, start in ((width, x), (height, y))]
-            ax.pcolormesh(*edges, numbers, cmap=ListedColormap([colour]), edgecolors="white", lw=0.6)
-        fetched = keys + rows * fetches_q
-        ax.set_title(f"{name}\nfetched: {fetched}\nmultiply-adds: {rows * keys}", fontsize=10)
-        ax.set(xlim=(-2, 11), ylim=(16.5, -2), aspect="equal", anchor="NW")
+def one_wavefront():
+    """Notebook 02b: how many of a wavefront's 32 words a rung uses for S, and the multiply-adds that they feed."""
+    used = {"scalar": ("1 word", 1, 1, 32), "warp": ("4 or 8 words", 4, 8, 85)}  # words: always, at most; multiply-adds
+    used |= {"mma": ("4 words", 4, 4, 128), "ldmatrix": ("32 words", 32, 32, 1024)}
+    looks = [FAINT, COLOURS[4], COLOURS[1]]
+    fig, axes = plt.subplots(1, 4, figsize=(8.2, 3.2), layout="constrained")
+    for ax, (name, (words, always, most, fed)) in zip(axes, used.items(), strict=True):
+        bank, rows = torch.arange(33), -(-fed // 32)
+        strip = (torch.arange(32) < always).int() + (torch.arange(32) < most).int()
+        products = (torch.arange(32 * rows) < fed).int().view(rows, 32)
+        ax.pcolormesh(bank, torch.tensor([-4, -1.5]), strip[None], cmap=ListedColormap(looks), vmin=0, vmax=2)
+        fills = ListedColormap(["white", COLOURS[5]])
+        ax.pcolormesh(bank, bank[: rows + 1], products, cmap=fills, vmin=0, edgecolors="white", lw=0.2)
+        ax.set_title(f"{name}\n{words} of 32\nmultiply-adds: {fed:,}", fontsize=10, loc="left")
+        ax.set(xlim=(-0.5, 32.5), ylim=(32.5, -4.5), aspect="equal")
         ax.axis("off")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], FAINT, COLOURS[5])]
-    names = "from shared memory", "in registers", "products of query and key, one step along d"
-    fig.legend(handles, names, fontsize=9, ncols=3, loc="outside lower center")
+    names = "words that are used", "in some wavefronts", "not used", "a multiply-add of S"
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (*reversed(looks), COLOURS[5])]
+    says = "one wavefront, the 32 words that shared memory gives in a cycle, and what it feeds"
+    fig.legend(handles, names, fontsize=9, ncols=4, loc="outside lower center", title=says, title_fontsize=10)
     return fig
 
 
@@ -151,26 +150,32 @@ def kept_and_added():
     axes[1].set_title("the backward: four blocks, each with its keys", fontsize=10)
     for n, colour in enumerate(COLOURS[:4]):
         axes[1].add_patch(plt.Rectangle((n, 0), 1, 4, fc=colour, alpha=0.45, **box))
-        axes[1].annotate("", (n + 0.5, 3.9), (n + 0.5, 0.1), arrowprops={"arrowstyle": "->", "color": INK})
+        axes[1].annotate("", (n + 0.2, 3.9), (n + 0.2, 0.1), arrowprops={"arrowstyle": "->", "color": INK})
         axes[1].add_patch(plt.Rectangle((n, 4.2), 1, 0.75, fc=colour, alpha=0.45, **box))
         axes[1].text(n + 0.5, 4.58, "dK dV", **text)
         axes[1].add_patch(plt.Rectangle((4.2, n), 1.2, 1, fc="white", **box))
         axes[1].text(4.8, n + 0.5, "dQ +=", **text)
+        # Each block adds to every dQ_i; the arrows of one are drawn.
+        start, end = (n + 0.6, 1.2 + 0.2 * n), (4.2, 1.2 + 0.2 * n)
+        axes[1].plot(start[0], start[1], "o", color=INK, ms=4)
+        axes[1].annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0})
     return fig
 
 
 def three_units():
     """Notebook 02d: copies, products and exponentials of four tiles, one after the other and all at once. A sketch."""
-    units = {"copies": (1, COLOURS[2]), "products": (2, COLOURS[0]), "exponentials": (1, COLOURS[1])}
+    colours = {"copies": COLOURS[2], "products": COLOURS[0], "exponentials": COLOURS[1]}
+    work = ("copies", ""), ("products", "S"), ("exponentials", ""), ("products", "PV")  # of a tile, in this order
+    one_by_one = {(unit, what, tile): 4 * tile + n for tile in range(4) for n, (unit, what) in enumerate(work)}
+    starts = zip((0, 1, 3, 5), (1, 2, 4, 6), (2, 3, 5, 7), (3, 5, 7, 8), strict=True)  # of each tile's work
+    at_once = {(*work[n], tile): start for tile, all_of in enumerate(starts) for n, start in enumerate(all_of)}
     fig, axes = plt.subplots(2, 1, figsize=(7.6, 3.4), layout="constrained", sharex=True)
-    for ax, at_once in zip(axes, (False, True), strict=True):
-        for tile in range(4):
-            start = tile * (2 if at_once else 4)  # The products take longest, so their unit sets the pace.
-            for unit, (length, colour) in enumerate(units.values()):
-                ax.broken_barh([(start, length)], (unit - 0.4, 0.8), fc=colour, ec="white")
-                ax.text(start + length / 2, unit, tile, ha="center", va="center", color="white", fontsize=9)
-                start += length
-        ax.set_yticks(range(3), units)
+    for ax, begins in zip(axes, (one_by_one, at_once), strict=True):
+        for (unit, what, tile), start in begins.items():
+            row = list(colours).index(unit)
+            ax.broken_barh([(start, 1)], (row - 0.4, 0.8), fc=colours[unit], ec="white")
+            ax.text(start + 0.5, row, f"{what} {tile}".strip(), ha="center", va="center", color="white", fontsize=9)
+        ax.set_yticks(range(3), colours)
         ax.set(ylim=(2.6, -0.6), xlim=(0, 16), xticks=[])
         ax.grid(False)
     axes[0].set_title("one after the other", fontsize=10)
@@ -323,7 +328,7 @@ PICTURES = {
     "question_00": whole_or_tile,
     "question_01": where_numbers_live,
     "question_02a": thread_or_warp,
-    "question_02b": fetched_and_multiplied,
+    "question_02b": one_wavefront,
     "question_02c": kept_and_added,
     "question_02d": three_units,
     "question_02e": operands,

@@ -17,8 +17,8 @@
 # *The gradients need P, and P was never stored. What is kept instead, who adds up which gradient, and why are two runs
 # not equal to the last bit?*
 #
-# ![Left, P as a dashed square, never stored; beside it lse, one number a row. Right, four blocks walk down their columns
-# of P: each owns its dK and dV, all add to dQ.](../notebooks/figures/question_02c.png)
+# ![Left, P, never stored; beside it lse, one number a row. Right, four blocks walk down their columns of P: each owns its
+# dK and dV, and arrows from all four lead to one dQ.](../notebooks/figures/question_02c.png)
 #
 # - **Before you start:** notebook 00, its backward; 02a, a kernel in CUDA C++; for `bwd_1_fa2` also 02b, `mma`,
 #   `ldmatrix`.
@@ -88,8 +88,8 @@ for says, dS in (("without", P * dP), ("with", P * (dP - delta[:, None]))):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Whose gradient stays on the chip?
 #
-# A tile of P and dS adds to dV_j and dK_j (sums over queries) *and* to dQ_i (a sum over keys). Whichever loop is outside,
-# one of these sums gets parts from several blocks:
+# A tile of P and dS adds to dV_j and dK_j (sums over queries) *and* to dQ_i (a sum over keys). Whichever loop is
+# outside, one of these sums gets parts from several blocks:
 #
 # | outside | a block owns, in registers | all blocks add to |
 # |---|---|---|
@@ -97,14 +97,14 @@ for says, dS in (("without", P * dP), ("with", P * (dP - delta[:, None]))):
 # | query tiles | dQ_i | dK and dV |
 #
 # They have to add **atomically**: in a plain `dq[e] += x` another block may write between the read and the write. Key
-# tiles outside is cheaper, because one matrix is added to, not two. Stages 01 and 03 have a kernel for each order, without
-# atomic additions, and compute S and dP twice.
+# tiles outside is cheaper, because one matrix is added to, not two. Stage 01's rung 2 and stage 03 have a kernel for
+# each order, without atomic additions, and compute S and dP twice.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
 #
-# Atomic additions happen in their order of arrival, and in floating point the order counts. The emulation runs one block
-# after the other in an order that we choose, here for two heads of 67 tokens:
+# Atomic additions happen in their order of arrival, and in floating point the order counts. The emulation runs one
+# block after the other in an order that we choose, here for two heads of 67 tokens:
 
 # %% slideshow={"slide_type": "fragment"}
 large, one = torch.tensor(1e8), torch.tensor(1.0)
@@ -118,8 +118,7 @@ print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # dk and dv keep every bit: each is summed by one thread, in one order. About half of dq's 4288 numbers change in their
-# last bits. `deterministic=True` of `bwd_1_fa2` lets the blocks take turns ([02x_deeper.ipynb](02x_deeper.ipynb),
-# section 5).
+# last bits. `deterministic=True` of `bwd_1_fa2` lets blocks take turns ([02x](02x_deeper.ipynb), section 5).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -138,11 +137,12 @@ print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 # | [15] | dQ_i += scale dS K_j, atomically | `add_dQ` (02.2) |
 # | [16–18] | dK_j += scale dSᵀ Q_i; dK_j, dV_j written once | `store_row` |
 #
-# dK_j and dV_j take 2 D registers of a thread, so all else lies in shared memory. Thread t reads *its own* row of K. A row
-# has a spare word, `STRIDE = D + 1`, so that a warp's 32 rows begin in 32 banks.
+# dK_j and dV_j take 2 D registers of a thread, so all else lies in shared memory. Thread t reads *its own* row of K. It
+# has a spare word, `STRIDE = D + 1`: so a warp's 32 rows begin in different **banks** of shared memory, which can be
+# read at once.
 #
-# A block owns dK_j and knows when its sum is complete, so `store_row` multiplies it by the scale once. No block knows when
-# dQ_i is complete, so each multiplies its own part.
+# A block owns dK_j and knows when its sum is complete, so `store_row` multiplies it by the scale once. No block knows
+# when dQ_i is complete, so each multiplies its own part.
 
 # %% slideshow={"slide_type": "fragment"}
 KERNEL = """
@@ -190,11 +190,11 @@ for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
     print(name, torch.allclose(a, b, atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# That is the whole kernel for one head, in two blocks of three keys. `add_dQ` needs the second barrier: it sums over the
-# keys of the *block*, and every key belongs to another thread.
+# That is the whole kernel for one head, in two blocks of three keys. `add_dQ` needs the second barrier: it sums over
+# the keys of the *block*, and every key belongs to another thread.
 #
-# At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255. cuDNN, the yardstick of stage
-# 02, takes no float32. So the speed of `bwd_0_scalar` is compared with PyTorch's kernel for float32, `sdpa-efficient`:
+# At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255. NVIDIA's library **cuDNN**, the
+# yardstick from 02b on, takes no float32. So `bwd_0_scalar` is compared with PyTorch's `sdpa-efficient`:
 
 # %% slideshow={"slide_type": "fragment"}
 print("D = 96:", planted.block("bwd_0_scalar", 96))
@@ -203,9 +203,9 @@ print(measured.rung("bwd_0_scalar", D=64, dtype="fp32"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.2: the gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block: dQ_i
 # (rows, D) += scale dS (rows, keys) K_j (keys, D). Read `dS[r * Bc + j]` and `K[j * STRIDE + d]`; `dq` points at the
-# tile's first row, and its rows are D apart. The tile has rows x D elements. Thread t = `threadIdx.x` takes the
-# elements e = t, t + Bc, t + 2 Bc and so on, each in row e / D and column e % D. `atomicAdd(&dq[e], x)` adds x to
-# `dq[e]` atomically. About five lines; `hint("02.2")` and `solution("02.2")` help.
+# tile's first row, and its rows are D apart. Of the rows x D elements thread t = `threadIdx.x` takes e = t, t + Bc, t +
+# 2 Bc and so on, each in row e / D and column e % D. `atomicAdd(&dq[e], x)` adds x to `dq[e]` atomically. About five
+# lines.
 
 # %% slideshow={"slide_type": "fragment"}
 add_dQ = r"""
@@ -217,8 +217,8 @@ __device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int 
 check("02.2", add_dQ)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.3: one number a query.** It is delta, line [4] for one row, whose numbers begin at dO and O, by one
-# thread. About three lines.
+# **Exercise 02.3: one number a query.** It is delta, line [4], of one row, whose numbers begin at dO and O, by one
+# thread.
 
 # %% slideshow={"slide_type": "fragment"}
 row_delta = r"""
@@ -231,46 +231,40 @@ check("02.3", row_delta)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1, `fa2`: five products on tensor cores
 #
-# Operands have 16 bits, so a register holds a *pair* of them. `mma` multiplies the pair of A with the pair of B, number by
-# number, and adds both products to one sum. So a pair must be neighbours along the index that is summed.
+# Operands have 16 bits, so a register holds a *pair* of them. `mma` multiplies the pair of A with the pair of B, number
+# by number, and adds both products to one sum. So a pair must be neighbours along the index that is summed.
 #
-# For S = Q_i K_jᵀ that index is d: a pair lies side by side in a row of Q_i or K_j. For dV_j = Pᵀ dO_i it is the query, and
-# a pair of P lies in *two rows*. There the operand is transposed on its way:
+# For S = Q_i K_jᵀ that index is d: a pair lies side by side in a row of Q_i or K_j. For dV_j = Pᵀ dO_i it is the query,
+# and a pair of P lies in *two rows*. There `ldmatrix.trans` gives a lane a pair of a column (02b):
 #
 # | product | sums over | first operand | second operand |
 # |---|---|---|---|
-# | S = Q_i K_jᵀ, dP = dO_i V_jᵀ | d | as stored | as stored |
-# | dV_j += Pᵀ dO_i, dK_j += dSᵀ Q_i | queries | transposed | transposed |
-# | dQ_i += dS K_j | keys | as stored | transposed |
-#
-# K_j, Q_i, dO_i and dS are needed both ways, from one copy each. `ldmatrix` gives a lane a pair of a row, `ldmatrix.trans`
-# a pair of a column. The numbers in the picture are lanes:
-
-# %% slideshow={"slide_type": "fragment"}
-figures.dealt()
+# | S = Q_i K_jᵀ, dP = dO_i V_jᵀ | d | Q_i, dO_i | K_j, V_j |
+# | dV_j += Pᵀ dO_i, dK_j += dSᵀ Q_i | queries | P, dS `.trans` | dO_i, Q_i `.trans` |
+# | dQ_i += dS K_j | keys | dS | K_j `.trans` |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Where a lane finds its row
 #
-# One `ldmatrix` fetches four such matrices, a 16 x 16 piece. Lane t gives the address of row t % 8 of matrix t / 8. `mma`
-# wants the four matrices of an operand in a fixed order: top left, bottom left, top right, bottom right. In a tile that
-# stores the transpose they lie elsewhere:
+# Whether `.trans` is used is one question, where a lane points is another. One `ldmatrix` fetches four matrices, a
+# piece of 16 x 16: lane t gives the address of row t % 8 of matrix t / 8. `mma` wants them in the order top left,
+# bottom left, top right, bottom right. dO_i is *stored like* the operand of dV. But K_j's tile *stores the transpose*
+# of K_jᵀ, the operand of S, and P's that of Pᵀ. There the four lie elsewhere:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.addresses()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Here is the address for a tile stored like the operand. `template <int WIDTH>` makes a function for each length WIDTH of
-# the tile's rows, which the compiler then knows: `lane_row<64>(...)`. `swizzle<WIDTH>(r)` is 02b's swizzle: the number with
-# which the columns of row r are XORed.
+# Here is the address for a tile stored like the operand. `template <int WIDTH>` makes a function for each length WIDTH
+# of the tile's rows. `swizzle<WIDTH>(r)` is the number with which the columns of row r are XORed (02b).
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_1_fa2", "lane_row(Shared", until="lane_row_transposed(Shared")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.7: the address that a lane gives for a transposed operand.** Which address does this lane give to
-# `ldmatrix` for the 16 x 16 piece at (row, column) of a tile that stores the *transpose* of the operand? Find its
-# matrix t / 8 in the right picture, and the row r and column c at which the lane's 8 numbers begin. About four lines.
+# **Exercise 02.7: the address that a lane gives for a transposed operand.** Which address does this lane give for the
+# 16 x 16 piece at (row, column) of a tile that stores the *transpose* of the operand? Find its matrix t / 8 in the
+# right picture, and the row r and column c at which the lane's 8 numbers begin.
 
 # %% slideshow={"slide_type": "fragment"}
 lane_row_transposed = r"""
@@ -285,14 +279,11 @@ check("02.7", lane_row_transposed)
 # ### What stays in registers, what goes through shared memory
 #
 # In the forward P never left the registers: the warp that made 16 rows of S multiplied them with V. Here the sum of
-# dV_j runs over queries, and that of dQ_i over keys. Other warps hold some of these terms. So P and dS go to shared
-# memory in 16 bits, and each step needs a second barrier. dK_j and dV_j stay in registers throughout.
+# dV_j runs over queries, and that of dQ_i over keys. The block's warps divide the queries *and* the keys of S. So for
+# both sums other warps hold some terms: P and dS go to shared memory in 16 bits, and each step needs a second barrier.
+# dK_j and dV_j stay in registers throughout.
 #
-# What a product leaves in registers can be the *first* operand of the next one (02b: two C fragments are an A
-# fragment), if the rows of that operand are the rows of this result. S has a query a row, Sᵀ would have a key a row.
-# Question 5 asks what that gives.
-#
-# dq is added up in float32 and rounded to 16 bits once, at the end. In bf16 it would be rounded at every key tile.
+# dq is added up in float32 and rounded to 16 bits once, at the end.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
@@ -305,13 +296,15 @@ for rung in ("scalar", "fa2"):
     planted.on_cases(rung, names, results=figures.results)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now five mistakes, each with the old line (-) and the new one (+). **Which gradients will each spoil, and which of
-# two cases notice?** Green is noticed, orange never noticed.
+# Now five mistakes, each with the old line (-) and the new one (+). `true` and `false` of `add_product` say whether the
+# tile stores the transpose of the first operand, and of the second. **Which gradients will each spoil, and which of two
+# cases notice?** In the picture green is noticed, grey is not.
 #
 # <details><summary>Answer</summary>
 #
-# dv needs neither delta nor a scale, but a wrong P spoils it. The diagonal is wrong only in a causal case with Nq != Nk.
-# Without the barrier a warp reads what others have yet to write.
+# dv needs neither delta nor a scale, but a wrong P spoils it. The diagonal is wrong only in a causal case with Nq !=
+# Nk. Without the barrier a warp reads what others have yet to write. (In the emulation's usual order only the first
+# product, dv, comes too early. On a GPU any of the three may.)
 #
 # </details>
 
@@ -326,8 +319,8 @@ figures.spoilt(figures.MISTAKES, ["ragged", "fewer_queries_causal"])
 #
 # <details><summary>Answer</summary>
 #
-# Three. Floating-point addition is commutative, a + b = b + a, and dq starts at 0, so that two tiles give the same bits
-# in either order. It is not associative: (a + b) + c and (c + b) + a may differ.
+# Three. dq starts at 0, and a + b = b + a in floating point, too: two tiles give the same bits in either order. But
+# (a + b) + c and (c + b) + a may differ.
 #
 # </details>
 
@@ -343,8 +336,8 @@ for tiles in (1, 2, 3, 4, 8):
 #
 # <details><summary>Answer</summary>
 #
-# Half, a little less than in the forward. At two barriers a step all warps wait for the last one, and every operand passes
-# through `ldmatrix`. Hopper has an instruction that reads operands from shared memory; 02e counts what it brings.
+# Half, a little less than in the forward. At two barriers a step all warps wait for the last one, and every operand
+# passes through `ldmatrix`.
 #
 # </details>
 
@@ -357,15 +350,14 @@ print(measured.rung("bwd_1_fa2", peer="sdpa-cudnn"))
 # - The forward keeps lse, one number a row. The backward makes P again from it, tile by tile, and rescales nothing.
 # - One gradient crosses blocks: with key tiles outside dq, added to atomically, in float32. From three key tiles on its
 #   last bits depend on the order.
-# - Three of the five products transpose an operand. P and dS go through shared memory, since the sums run over what other
-#   warps hold.
+# - Three of the five products read an operand with `.trans`. P and dS go through shared memory.
 #
 # **Ask yourself**
 #
-# 1. Why is dk multiplied by the scale once at the end, and dq, in `scalar`, at every visit?
+# 1. Suppose the warps of `bwd_1_fa2` divided only the queries of S. Which gradient could a warp sum up alone?
 #    <details><summary>Answer</summary>
 #
-#    One block owns dk and knows when its sum is complete. Of dq's blocks none knows that it is the last.
+#    dQ = dS K: it has all keys of its rows of dS, as in the forward. dV and dK sum over queries.
 #    </details>
 # 2. Suppose `scalar` left dq out. Why must both barriers of its loop stay all the same?
 #    <details><summary>Answer</summary>
@@ -380,20 +372,21 @@ print(measured.rung("bwd_1_fa2", peer="sdpa-cudnn"))
 # 4. P and dS are rounded to 16 bits, too. Why does that harm less than a dq in bf16?
 #    <details><summary>Answer</summary>
 #
-#    Each of their numbers is rounded once, and a sum in float32 follows. dq would be rounded at every visit.
+#    They are rounded once, and a sum in float32 follows. dq would be rounded at every key tile.
 #    </details>
 # 5. Suppose `bwd_1_fa2` computed Sᵀ = K_j Q_iᵀ, each warp with its own keys. Which product could take its operand
 #    straight from registers?
 #    <details><summary>Answer</summary>
 #
-#    dV = Pᵀ dO and dK = dSᵀ Q: what Sᵀ and dPᵀ leave in registers is their first operand, as in 02b.
+#    dV = Pᵀ dO and dK = dSᵀ Q: what Sᵀ and dPᵀ leave in registers is their first operand, as P in 02b.
 #    </details>
 #
 # **Go further**
 #
-# - ★★★ (a weekend) Do as stages 01 and 03: write a second kernel with query tiles outside that computes dq alone.
+# - ★★★ (a weekend) Do as stage 03: write a second kernel with query tiles outside that computes dq alone.
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md), Algorithm 2; [02x_deeper.ipynb](02x_deeper.ipynb),
-# sections 4 and 5.
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md), Algorithm 2;
+# [02x_deeper.ipynb](02x_deeper.ipynb), sections 4 and 5.
 #
-# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb), or [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).
+# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb), or
+# [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).

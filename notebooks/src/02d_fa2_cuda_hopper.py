@@ -14,11 +14,11 @@
 # %% [markdown] slideshow={"slide_type": "slide"}
 # # 02d. Hopper: nobody waits
 #
-# *An H100 or H200 copies, multiplies and computes exponentials in three different units. How does a kernel keep all three
-# at work, and stay right?*
+# *An H100 or H200 copies, multiplies and computes exponentials in three different units. How does a kernel keep all
+# three at work, and stay right?*
 #
-# ![A sketch over time. Above, copies, products and exponentials wait for each other. Below they run side by
-# side.](../notebooks/figures/question_02d.png)
+# ![A sketch over time, with two products a tile, S and P V, and exponentials between. Above, units take turns; below they
+# run side by side.](../notebooks/figures/question_02d.png)
 #
 # - **Before you start:** 02b, tensor cores. Hopper is emulated here; speeds were measured on an H200.
 # - **Time:** about 70 minutes to read, 60 minutes more with the exercises. To stop for today: after part 2.
@@ -40,10 +40,9 @@ print(steps.engine.describe())
 #
 # How much of the chip can 02b's last kernel, `fwd_5_fa2`, use on Hopper?
 #
-# Count the clocks that a tile of 128 x 128 scores takes on one multiprocessor (SM). The two products take 4 x 128 x 128 x
-# D FLOP on the tensor cores. Each score also needs an exponential, from the special-function units, and about four
+# Count the clocks that a tile of 128 x 128 scores takes on one multiprocessor (SM). The two products take 4 x 128 x 128
+# x D FLOP on the tensor cores. Each score also needs an exponential, from the special-function units, and about four
 # float32 instructions. O is rescaled, too. The rates are from NVIDIA's H100 whitepaper and CUDA C++ Programming Guide.
-# The last line is a measured speed, with its share of cuDNN's, as in 02b.
 
 # %% slideshow={"slide_type": "fragment"}
 TENSOR, EXP, FP32 = 4096, 16, 128  # FLOP, exponentials, instructions: a clock and SM
@@ -65,14 +64,16 @@ print(measured.rung("fwd_5_fa2", peer="sdpa-cudnn"))
 # ## 2. The idea: start, go on, and know when
 #
 # At D = 128 exponentials take half as long as the products, at D = 64 just as long. If each unit waits for the others,
-# the tensor cores work 55 % of the time, or 39 %. The datasheet, NVIDIA's table of the chip's peak speeds, says 989 TFLOP/s.
-# `fa2` reaches only 35 % of that, since its threads also copy tiles and fetch operands.
+# the tensor cores work 55 % of the time, or 39 %. The datasheet, NVIDIA's table of the chip's peak speeds, says 989
+# TFLOP/s. `fa2` reaches only 35 % of that: its `mma` reaches two thirds of the peak (02b), and its threads also copy
+# tiles.
 #
 # On Hopper copies and products are *asynchronous*: a thread starts them and goes on. **TMA**, the *Tensor Memory
 # Accelerator*, is a copy engine that fetches whole tiles. **wgmma** multiplies for a *warpgroup*, four warps.
 #
-# **Claim 1.** If two warpgroups take turns at the tensor cores (**ping-pong**), one's softmax can hide under the other's
-# products. If both do the same at the same time (*lockstep*), each has half of a unit, and nothing hides. In a model:
+# **Claim 1.** If two warpgroups take turns at the tensor cores (**ping-pong**), one's softmax can hide under the
+# other's products. If both do the same at the same time (*lockstep*), each has half of a unit, and nothing hides. In a
+# model, where each group has 64 of the 128 rows, so half of the clocks:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.lockstep_and_ping_pong(tile_clocks)
@@ -80,12 +81,12 @@ figures.lockstep_and_ping_pong(tile_clocks)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### TMA: one thread asks for a box
 #
-# The host describes the tensor in a *tensor map*: where it lies, its strides, the size of a box. In the kernel one
-# thread asks for a box, and names a *barrier* in shared memory, which counts the bytes that come (PTX calls it
-# `mbarrier`).
+# The host, the CPU's program, describes the tensor in a *tensor map*: where it lies, its strides, the size of a box. In
+# the kernel one thread asks for a box, and names a *barrier* in shared memory, which counts the bytes that come
+# (`mbarrier` in PTX, NVIDIA's assembly language). Outside the tensor it finds zeros.
 #
 # This kernel copies 16 rows of x (21 x 128), from row 13 on, and writes to y what it finds in shared memory. The first
-# time nobody waits. **Predict** what y holds each time.
+# time nobody waits before reading. **Predict** what y holds each time.
 
 # %% slideshow={"slide_type": "fragment"}
 COPY = r"""#include "ptx.cuh"
@@ -95,10 +96,10 @@ extern "C" __global__ void copied(const __grid_constant__ TensorMap x, Global<T>
   Shared<T> tile = smem.array<T>(16 * 128);
   Shared<Barrier> full = smem.array<Barrier>(1);
   if (threadIdx.x == 0) {
-    barrier_init(full, 1);                    // one arrival ends the phase ...
+    barrier_init(full, 1);                    // one arrival, and the bytes expected
     barrier_init_fence();                     // the copy engine sees the barrier
-    barrier_expect(full, 16 * 128 * sizeof(T));  // ... this one, and so many bytes
-    tma_load(tile, x, full, 0, first, 0, 0, 0);  // column, row ...: starts, and goes on
+    barrier_expect(full, 16 * 128 * sizeof(T));  // the arrival; so many bytes
+    tma_load(tile, x, full, 0, first, 0, 0, 0);  // column, row, slab, head, batch
   }
   __syncthreads();  // the barrier exists
   if (waits) barrier_wait(full, 0);
@@ -114,15 +115,13 @@ for waits in (0, 1):
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Without the wait the threads read what nobody has written yet: NaN here, anything on a GPU. With it eight rows of x
-# are there, and zeros for rows that x does not have. A tile lies in *slabs*: its columns 0 to 63, then 64 to 127, each
-# swizzled as in 02b.
+# are there, and eight of zeros. A tile lies in *slabs*: its columns 0 to 63, then 64 to 127, each swizzled as in 02b.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to wait: phases
 #
 # A barrier counts arrivals and bytes. When all have come, its **phase** ends and the next begins. Phases 0, 1, 2, 3
-# have the *parities* 0, 1, 0, 1. A wait names a parity p, a single bit, and goes on if the running phase has the other
-# parity.
+# have the *parities* 0, 1, 0, 1. A wait for parity p, a single bit, ends when the running phase has the other parity.
 #
 # **Claim 2.** A waiting thread has to tell two phases apart: the one that is running now and the one before. For that
 # one bit is enough, as long as no thread is two or more phases behind. This kernel ends some phases, then waits:
@@ -139,16 +138,15 @@ extern "C" __global__ void passes(int ended, int parity) {
 print(figures.phases(PHASES))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At a new barrier, line 0, a wait for parity 1 goes on at once, as if a phase had ended before. Line 2 looks like line 0:
-# a thread that is two phases behind is misled.
+# At a new barrier, line 0, a wait for parity 1 goes on at once, as if a phase had ended before. Line 2 looks like line
+# 0: a thread that is two phases behind is misled.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A ring of stages
 #
-# One thread, the **producer**, copies tiles into a ring of **stages**, here places for a tile (not stages of the
-# course). The **consumers** compute with them. A stage has two barriers: `full` says that the bytes have come, `empty`
-# that all consumers are done. A copy needs an empty stage, a use a full one. In the figure the consumer waits for tile
-# 1 after it has used tile 0, and so on (one *wait* is marked):
+# One thread, the **producer**, copies tiles into a ring of **stages**, here places for a tile. The **consumers**
+# compute with them. A stage has two barriers: `full` says that the bytes have come, `empty` that all consumers are
+# done. A copy needs an empty stage, a use a full one. In the figure the consumer waits for each tile:
 
 # %% slideshow={"slide_type": "fragment"}
 def ring(stages, tiles=6, copy=3, use=2):
@@ -167,8 +165,8 @@ print("clocks for 6 tiles with 1, 2 and 3 stages:", *ends)
 figures.ring_of_stages(*ring(2))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.8: place and parity.** In which stage is tile n = 0, 1, 2 ...? For which parity does the consumer wait on
-# `full`, and the producer on `empty`? `hint("02.8")` helps.
+# **Exercise 02.8: place and parity.** In which stage is tile n = 0, 1, 2 ...? For which parity does the consumer wait
+# on `full`, and the producer on `empty`?
 
 # %% slideshow={"slide_type": "fragment"}
 def stage_and_parity(n, stages):
@@ -181,8 +179,9 @@ check("02.8", stage_and_parity)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### wgmma: one product for 128 threads
 #
-# An `mma` wants both operands in registers, so threads fetch them. A wgmma multiplies 64 x 16 numbers by 16 x n, and reads
-# them from shared memory; the first may also come from registers, as P does. The result lies in registers, 16 rows a warp.
+# An `mma` wants both operands in registers, so threads fetch them. A wgmma multiplies 64 x 16 numbers by 16 x n, and
+# reads them from shared memory; the first may also come from registers, as P does. The result lies in registers, 16
+# rows a warp.
 #
 # `wgmma_fence` says that the registers are ready. `wgmma_commit` closes a *group* of started products. `wgmma_wait<N>`
 # waits until at most N groups are under way. Nobody may touch the registers of a product before it has ended.
@@ -192,13 +191,13 @@ check("02.8", stage_and_parity)
 #
 # FlashAttention-3's Algorithms 1 and 2; the lines are those of [our page on the paper](../papers/flash_attention_3.md).
 #
-# | lines | what | `wgmma` | `roles` | `hopper` |
-# |---|---|---|---|---|
-# | 2–5 | Q_i, K_j, V_j on their way | thread 0, in the loop | `Ring::load`, a thread of its own | one producer thread each for Q, K and V |
-# | 7, 10 | S = Q_i K_jᵀ | `start_scores`, wait | same | `start` |
-# | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
-# | 11, 15 | O = alpha O + P V | `rescale`, `start_output`, wait | same | `start`; `rescale` after the next softmax |
-# | 16 | the stage is empty | `__syncthreads` | `Ring::release` | same |
+# | lines | what | `roles` | `hopper` |
+# |---|---|---|---|
+# | 2–5 | Q_i, K_j, V_j on their way | `Ring::load`, one producer | a producer each for Q, K and V |
+# | 7, 10 | S = Q_i K_jᵀ | `start_scores`, wait | `start` |
+# | 13, 14 | m, l, P, alpha | `online_softmax` | same, under line 11 |
+# | 11, 15 | O = alpha O + P V | `rescale`, `start_output`, wait | `start`; `rescale` later |
+# | 16 | the stage is empty | `Ring::release` | same |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 6, `wgmma`: no thread fetches an operand
@@ -212,9 +211,10 @@ show("fwd_6_wgmma", "wgmma_fence();", until="int64_t first =")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 7, `roles`: a producer
 #
-# In `wgmma` all warpgroups wait for the slowest one, so that thread 0 can ask for the next tiles. In `roles` one
-# thread of an additional warpgroup does nothing but load. The consumers call `get` before a product, which waits on
-# `full`, and `release` after it, which arrives at `empty`. None waits for another.
+# In `wgmma` all warpgroups wait for the slowest one, so that thread 0 can ask for the next tiles. In `roles` one thread
+# of an additional warpgroup does nothing but load. The consumers call `get` before a product, which waits on `full`,
+# and `release` after it, which arrives at `empty`. None waits for another. (One copy brings `BOX` of a tile's `SLABS`
+# slabs: all, or one where D is no multiple of 64.)
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_7_roles", peer="sdpa-cudnn"))
@@ -231,12 +231,11 @@ show("fwd_7_roles", "__device__ void load(const", until="// The consumers: waits
 # Blocks are *persistent*: each SM runs one block, which takes one tile of queries after the other. So the next tile of
 # queries is loaded while the consumers finish this one.
 #
-# K, V and Q have a producer each, the first threads of three warps. One producer for all would have to wait for a free
-# V stage before it could load the next K.
+# K, V and Q have a producer each, the first threads of three warps (question 4).
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** In which order does a warpgroup do the nine operations of a step? Ask of
-# each what it reads and who still writes it.
+# each what it touches, and who still uses that.
 
 # %% slideshow={"slide_type": "fragment"}
 def order_of_step():
@@ -250,8 +249,8 @@ check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # And here is how a consumer starts its products. `beside` is false where no O is left to compute, as at the start of a
-# block. A later tile of queries mostly begins beside the last O of the one before. (A *block of keys* in the comments
-# is a tile of keys, not a thread block.)
+# block. A later tile of queries begins beside the last O of the one before, unless the warpgroup skips its last keys
+# (causal). A *block of keys* in the comments is a tile of keys.
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_8_hopper", peer="sdpa-cudnn"))
@@ -260,7 +259,7 @@ show("fwd_8_hopper", "// Starts S of one block of keys,", until="auto finish_out
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# No line of such a kernel says *when* a copy or a product happens. In the emulation a *schedule* decides. There are three:
+# No line of such a kernel says *when* a copy or a product happens. In the emulation a *schedule* decides:
 #
 # - *copies late*: a copy happens when somebody waits for it, a product as soon as it is started;
 # - *products late*: a product happens when somebody waits for it, a copy as soon as it is started;
@@ -269,8 +268,8 @@ show("fwd_8_hopper", "// Starts S of one block of keys,", until="auto finish_out
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
 #
-# The producer of `roles` waits on `empty` for the other parity (`^ 1`). Here is the old line (-), and a new one (+)
-# without that. **Who waits for whom?**
+# The producer of `roles` waits on `empty` for the other parity (`^ 1`), in the new line (+) not. **Who waits for
+# whom?**
 #
 # <details><summary>Answer</summary>
 #
@@ -293,21 +292,20 @@ print(planted.diffs("fwd_7_roles", figures.MISTAKES))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # <details><summary>Answer</summary>
 #
-# K released before its products have ended. In the first schedule a product happens as soon as it is started, so it has
-# ended in time. With late products and early copies the producer overwrites a tile that is still being read.
+# K released before its products have ended. In the first schedule a product ends as soon as it is started. With late
+# products and early copies the producer overwrites a tile that is still read.
 #
 # </details>
 #
-# First come the three rungs as they are. A kernel *lives* if all its numbers are right. *Refused* is a misuse that the
-# emulation reports.
+# A kernel *lives* if all its numbers are right. *Refused* is a misuse that the emulation reports.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.outcomes("wgmma", "hopper", "roles", mistakes=figures.MISTAKES))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug2.** A kernel with roles and persistent blocks, `show("02.bug2")`, is right for 64 heads of 4,096
-# tokens, and never returns for 64 heads of 1,000. With one head it is always right. (The launch starts 132 blocks on an
-# H200, 4 in the emulation.) Find the cause, and write a test that only the repaired kernel passes.
+# tokens, and never returns for 64 heads of 1,000. With one head it is always right. (An H200 gets 132 blocks, the
+# emulation 4.) Write a test that only the repaired kernel passes.
 
 # %% slideshow={"slide_type": "fragment"}
 def test(forward):
@@ -320,18 +318,20 @@ check("02.bug2", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **Question.** Which gains more: copies and operands without threads (`fa2` to `wgmma` and `roles`), or softmax while
-# products run (`roles` to `hopper`)?
+# In part 2's model the tensor cores work 100 % of the time at D = 128. `hopper` reaches 713 of 989 TFLOP/s, 72 %. Where
+# the rest goes stands in [02y](02y_deeper.ipynb), section 4.
+#
+# **Predict.** With a causal mask half of the FLOP are counted, and tiles that no query sees are left out. Will TFLOP/s
+# stay the same?
 #
 # <details><summary>Answer</summary>
 #
-# Copies and operands: a factor of 1.42 times 1.09, against 1.34. In `roles` some softmax ran beside products already,
-# because nothing keeps the warpgroups in step.
+# No, all get slower. Tiles on the diagonal are computed whole, then half masked. And a tile of queries has fewer tiles
+# of keys, so that loading Q and storing O count for more.
 #
 # </details>
 #
-# FlashAttention-3's own kernel has the same two ideas. It stands in the picture beside cuDNN, all of one run.
-# [02x](02x_deeper.ipynb) turns the switches of `hopper` off one by one.
+# FlashAttention-3's own kernel has the same two ideas. All bars are of one run. Dashed: the datasheet's peak.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.rungs_on_hopper()
@@ -339,33 +339,31 @@ figures.rungs_on_hopper()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
 #
-# - Exponentials need half of the products' clocks at D = 128, as many at D = 64. They must run beside them.
+# - Exponentials need half of the products' clocks at D = 128, as many at D = 64: they must run beside them.
 # - TMA and wgmma are started, and waited for. In between nobody may touch what they use.
-# - A producer loads, consumers compute.
+# - Producers load, consumers compute.
 #
 # **Ask yourself**
 #
 # 1. Which line of part 1's count would a cheaper exp change, and for which D should it pay?
 #    <details><summary>Answer</summary>
 #
-#    That of the exponentials. It pays at D = 64, where they take as many clocks as the products; at D = 128 they fit
-#    beside them.
+#    That of the exponentials. It pays at D = 64; at D = 128 they fit beside the products.
 #    </details>
 # 2. Why is one parity bit enough although a barrier goes through many phases?
 #    <details><summary>Answer</summary>
 #
-#    No thread falls two phases behind. A stage is filled again only after it was released, and released only after it
-#    was filled.
+#    No thread falls two phases behind: a stage is filled again only after its release, and released only when filled.
 #    </details>
 # 3. What does a third stage gain in the ring of part 2? And if a copy takes 2 clocks and a use 3?
 #    <details><summary>Answer</summary>
 #
 #    Nothing in either case: with two stages the slower side already works without a pause.
 #    </details>
-# 4. What would be wrong if a consumer read O before `wgmma_wait<0>`, although the numbers look finished?
+# 4. What would one producer for K and V have to wait for?
 #    <details><summary>Answer</summary>
 #
-#    The product may still write these registers. The emulation refuses it.
+#    For a free stage of V, before it could load the next K.
 #    </details>
 # 5. Why does `hopper` release K before O is there, and V after?
 #    <details><summary>Answer</summary>
@@ -377,9 +375,8 @@ figures.rungs_on_hopper()
 #
 # - ★ (15 minutes) Give `ring` copies that take 2 or 4 clocks in turn. From how many stages on is nothing lost?
 # - ★★ (1 hour) Give `fwd_7_roles.cu` three stages. For which D do they fit?
-# - ★★★ (a weekend) Three consumers at D = 128: do the registers suffice?
 #
-# **Read:** [FlashAttention-3](../papers/flash_attention_3.md); the PTX ISA on `mbarrier` and `wgmma`; sections 1 to 4 of
-# [02y_deeper.ipynb](02y_deeper.ipynb).
+# **Read:** [FlashAttention-3](../papers/flash_attention_3.md); the PTX ISA on `mbarrier` and `wgmma`; sections 1 to 4
+# of [02y_deeper.ipynb](02y_deeper.ipynb).
 #
 # **Next:** [02e_fa2_cuda_hopper_backward.ipynb](02e_fa2_cuda_hopper_backward.ipynb), Hopper's backward.

@@ -14,8 +14,8 @@
 # %% [markdown] slideshow={"slide_type": "slide"}
 # # 02e. Hopper's backward: who reads from where
 #
-# *From `bwd_1` to `bwd_2` the backward becomes more than twice as fast, with the same arithmetic. What changed, and what
-# is the next limit?*
+# *Two kernels of the backward do the same arithmetic, `bwd_1` with `mma` and `bwd_2` with Hopper's wgmma. The second is
+# more than twice as fast. What changed, and what is the next limit?*
 #
 # ![The operands of the backward's five products, with their names. In bwd_1 warps fetch all ten. In bwd_2 the tensor cores
 # read eight from shared memory; Pᵀ and dSᵀ lie in registers.](../notebooks/figures/question_02e.png)
@@ -39,8 +39,8 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# `bwd_1` is FlashAttention-2's design on `mma`. `bwd_2` has the same tiles and loops with TMA and wgmma. The shares are of
-# cuDNN's backward in the same run, as in 02b:
+# `bwd_1` is 02c's `bwd_1_fa2`. `bwd_2` has the same tiles and loops with TMA and wgmma. The shares are of cuDNN's
+# backward in the same run, as in 02b:
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rungs("bwd"))
@@ -53,9 +53,9 @@ print(measured.rungs("bwd"))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: bytes a clock
 #
-# A wgmma multiplies 64 x 16 numbers by 16 x n. A multiprocessor (SM) does 4096 FLOP a clock, so that takes n / 2 clocks.
-# The instruction reads its second operand, 32 n bytes, from shared memory. Its first operand, 2048 bytes, comes from
-# there or from registers.
+# A wgmma multiplies 64 x 16 numbers by 16 x n. A multiprocessor (SM) does 4096 FLOP a clock, so that takes n / 2
+# clocks. The instruction reads its second operand, 32 n bytes, from shared memory. Its first operand, 2048 bytes, comes
+# from there or from registers.
 #
 # **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of that memory's bandwidth. A first
 # operand in registers, or a wider n, leaves some for others.
@@ -76,8 +76,8 @@ for n in (64, 128):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which operand can stay in registers?
 #
-# A product leaves its result in registers. There it can be the first operand of the next product if that one has the same
-# rows. A block owns keys. It can compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
+# A product leaves its result in registers. There it can be the first operand of the next product if that one has the
+# same rows. A block owns keys. It can compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
 #
 # | product | sums over | rows of its result | first operand, with S | with Sᵀ |
 # |---|---|---|---|---|
@@ -89,8 +89,8 @@ for n in (64, 128):
 # **Claim 2.** With Sᵀ two products take their first operand from registers, and P is never stored. dS goes to shared
 # memory either way: it is summed over queries for dK, and over keys for dQ.
 #
-# Here are four queries and six keys. Two warpgroups have three keys each, and only their own rows of Pᵀ and dSᵀ. Is that
-# enough for dV, dK and dQ?
+# Here are four queries and six keys. Two warpgroups have three keys each, and only their own rows of Pᵀ and dSᵀ. Is
+# that enough for dV, dK and dQ?
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1]])
@@ -111,14 +111,15 @@ print(f"dQ's row 0 over all keys: {dQ[0, 0]:.2f} {dQ[0, 1]:.2f}")
 # dV and dK need no exchange, dQ does: each warpgroup has only a part of the sum (-0.01 and 0.11 make 0.10). So the two
 # exchange dSᵀ through shared memory, and each computes one half of dQ_i over all keys.
 #
-# The block goes through the tiles of queries, one **step** for each. What does each product of a step read?
+# The block goes through the tiles of queries, one **step** for each. What does each product of a step read, and what
+# else passes through shared memory (grey)?
 
 # %% slideshow={"slide_type": "fragment"}
 figures.five_products()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At D = 128 three of five products still take all of the bandwidth. There dV and dK read 16 KiB less each with Sᵀ, but
-# dQ reads 32 KiB more. Still P is not stored.
+# At D = 128 three of five products still take all of the bandwidth. Against S, dV and dK read 16 KiB less each, dQ 32
+# more: no gain but that P is not stored.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -127,9 +128,9 @@ figures.five_products()
 #
 # | line | what | in `bwd_2_wgmma.cu` |
 # |---|---|---|
-# | 4 | delta; lse for powers of two, as in 02b; dq = 0 | `attention_delta`, a kernel of its own |
+# | 4 | delta; lse times log2(e), for powers of two (02b); dq = 0 | `attention_delta`, a kernel of its own |
 # | 5–7 | K_j, V_j by TMA; dK_j = dV_j = 0 | before the loop |
-# | 8–9 | Q_i, dO_i, lse_i, delta_i, one tile ahead | lambda `load_queries`, thread 0 |
+# | 8–9 | Q_i, dO_i, lse_i, delta_i, one tile ahead | `load_queries`, thread 0 |
 # | 10, 13 | Sᵀ = K_j Q_iᵀ, dPᵀ = V_j dO_iᵀ | `start_product`, two groups |
 # | 11 | Pᵀ, while dPᵀ is computed | `wgmma_wait<1>`, `mask`, `probabilities` |
 # | 14 | dSᵀ, also to shared memory | `wgmma_wait<0>`, `score_gradients`, `store_tile` |
@@ -137,24 +138,29 @@ figures.five_products()
 # | 12, 16 | dV_j, dK_j, under `add_dQ` | `start_product`, from registers |
 # | 18 | dK_j, dV_j, written once | `store_rows` |
 #
-# Two groups of products are started, and `wgmma_wait<1>` waits for the older one. So Pᵀ is computed while the tensor cores
-# compute dPᵀ. In the same way `wgmma_wait<2>` waits for dQ_i alone: its additions to memory run while dV_j and dK_j are
-# computed.
+# Each `start_product` starts one group (02d). `wgmma_wait<1>` waits for the older of two, so Pᵀ is computed while
+# the tensor cores compute dPᵀ:
 
-# %% slideshow={"slide_type": "subslide"}
+# %% slideshow={"slide_type": "fragment"}
 step = "barrier_wait(queries_full + stage"
 show("bwd_2_wgmma", step, until="Global<float> dq_i = dq")
-show("bwd_2_wgmma", "start_dQ(dQ, dS_t", until="__syncthreads();  // nobody still")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # There is one barrier a step, where the warpgroups exchange dSᵀ. `fence_async` before it makes the stores visible to
-# wgmma, which reads shared memory by another path. dSᵀ has two buffers, which are used in turn: a warpgroup that is already
-# in the next step writes the other one.
+# wgmma, which reads shared memory by another path. dSᵀ has two buffers, which are used in turn: a warpgroup that is
+# already in the next step writes the other one.
 #
+# Then `wgmma_wait<2>` waits for dQ_i alone: its additions to memory run while dV_j and dK_j are computed.
+
+# %% slideshow={"slide_type": "fragment"}
+show("bwd_2_wgmma", "start_dQ(dQ, dS_t", until="__syncthreads();  // nobody still")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The new roof
 #
-# wgmma is not alone at shared memory. TMA writes Q_i and dO_i there, `store_tile` writes dSᵀ, and all lanes read lse and
-# delta. Counted together:
+# The grey accesses have to fit under the dashed line, beside the products. TMA writes Q_i and dO_i, and `store_tile`
+# dSᵀ. But every warp reads all of lse and delta, four words at a time: that takes twice as long as dSᵀ. At D = 64 the
+# grey ones need 1,024 clocks, and 768 are free. Counted together:
 
 # %% slideshow={"slide_type": "fragment"}
 roofs = {}
@@ -163,8 +169,7 @@ for D in (64, 128):
     print(words)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Products and shared memory need nearly the same time. While the tensor cores wait for shared memory, or the reverse,
-# the time cannot be made up.
+# Products and shared memory need nearly the same time. A clock in which one waits for the other is lost.
 #
 # ### Rung 3, `hopper`: K_j stays in registers
 #
@@ -172,8 +177,8 @@ for D in (64, 128):
 # loop. V_j could stay there, too.
 #
 # **Predict.** A thread has 255 registers. dK_j and dV_j take D of them for the whole loop, Sᵀ and dPᵀ take Br, the
-# queries of a tile: 128 at D = 64, and 64 at D = 128. The rows of K_j take D / 4, those of V_j as many. Where do both
-# fit, and where only K_j?
+# queries of a tile: 128 at D = 64, and 64 at D = 128. (Later Pᵀ, dSᵀ and dQ_i reuse these.) The rows of K_j take D / 4,
+# those of V_j as many. Where do both fit, and where only K_j?
 
 # %% slideshow={"slide_type": "fragment"}
 for D, Br in ((64, 128), (128, 64)):
@@ -189,29 +194,33 @@ for D in (64, 128):
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `bwd_3` keeps both at D = 64, and K_j alone at D = 128. By the roofs D = 64 should become 1.10 times as fast and D =
 # 128 1.05 times; measured were 1.01 and 1.05. So bytes are not the only limit. Tensor cores also rest while both
-# warpgroups compute their softmax. So `bwd_3` starts dV_j, which needs no exchange, before the barrier.
+# warpgroups compute their P and dS. So `bwd_3` also starts dV_j, which needs no exchange, before the barrier. The roof
+# knows nothing of that: the agreement at D = 128 confirms nothing.
 #
 # **A fixed order.** The blocks add to dq in the order in which they come, so its last bits vary. With
-# `deterministic=True` they take turns, at 0.85 to 0.92 of the speed. What else `bwd_3` does stands in "Going deeper",
-# [02y](02y_deeper.ipynb), sections 5 and 8.
+# `deterministic=True` they take turns. What that costs, and what else `bwd_3` does, stands in [02y](02y_deeper.ipynb),
+# sections 5 and 8.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The order of dQ
 #
 # A warp adds its 1,024 numbers of dQ_i to memory, 32 a lane. If it added them row by row, the lanes of a warp would
 # write to scattered places. But the sum does not care about the order, as long as *every* block uses the same one. So
-# register i of a lane goes where neighbouring lanes write neighbouring memory:
+# four registers at a time go to memory, lane beside lane (`atomic_add_4` adds four neighbours at once):
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_2_wgmma", "add_dQ")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.11: which rows of dQ a warp owns.** A last, separate kernel rounds dq to 16 bits and restores rows and
-# columns. Where does (row, column) lie among the 8192 numbers of a tile? Each of the 8 warps has 1024 of them, those
-# of warp w from 1024 w on; warps 0 to 3 are the first warpgroup. At D = 64 a tile has 128 rows, and a warpgroup owns
-# 64 of them. At D = 128 it has 64 rows, and a warpgroup owns 64 columns. Of its 64 x 64 numbers each warp has 16 rows.
-# Lane t has the rows t / 4 (registers 4 i and 4 i + 1) and t / 4 + 8 (registers 4 i + 2 and 4 i + 3) of these, and of
-# each row the columns 8 i + 2 (t % 4) and the next one. `add_dQ` above says in which order registers go to memory.
+# columns. Where does (row, column) lie among the 8192 numbers of a tile?
+#
+# - Warp w has 16 x 64 numbers, from place 1024 w on. At D = 64 a tile has 128 rows: warp 0 has the first 16, and so on
+#   to warp 7. At D = 128 it has 64 rows: warps 0 to 3 have 16 rows each of columns 0 to 63, warps 4 to 7 of columns 64
+#   to 127.
+# - Within the warp they lie as 02b's C fragments: fragment i has columns 8 i to 8 i + 7, in registers 4 i to 4 i + 3 of
+#   each lane: of lane t two neighbours in row t / 4, then two in row t / 4 + 8.
+# - `add_dQ` above says where these registers go.
 
 # %% slideshow={"slide_type": "fragment"}
 def dq_position(row, column, D):
@@ -246,13 +255,7 @@ print(n02d_hopper.outcomes("wgmma", mistakes=figures.MISTAKES, backward=True))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **Question.** `bwd_1` reaches about the same share of its roof as `bwd_2`. By how much should `bwd_2` then be faster?
-#
-# <details><summary>Answer</summary>
-#
-# By the ratio of the two roofs. At D = 128 that was measured, at D = 64 a little less.
-#
-# </details>
+# **Predict.** The first table has `bwd_2` 2.1 times as fast as `bwd_1`. Is that what the roofs foresee?
 
 # %% slideshow={"slide_type": "fragment"}
 for D in (64, 128):
@@ -264,11 +267,8 @@ for D in (64, 128):
 #
 # If you write such a kernel yourself:
 #
-# - Count bytes a clock first. A 64 x 64 x 16 wgmma with both operands in shared memory needs all of its bandwidth: 4 KB
-#   in 32 clocks.
-# - Let a block own keys, and compute Sᵀ. Then Pᵀ and dSᵀ lie in the registers of those who need them, and P is never
-#   stored.
-# - Exchange dS alone, at one barrier a step. Each warpgroup computes half of dQ_i, and adds it in the order of registers.
+# - Count bytes a clock first: of the products, and of all else that passes through shared memory.
+# - Let a block own keys, and compute Sᵀ. Then Pᵀ and dSᵀ lie where they are needed, and only dS is exchanged.
 # - Keep in registers what does not change, K_j first. Start what needs no exchange, dV_j, before the barrier.
 #
 # **Ask yourself**
@@ -290,10 +290,10 @@ for D in (64, 128):
 #    A warpgroup that is ahead writes the other buffer. To write this one again it must pass the next barrier, where all
 #    arrive only after `wgmma_wait<0>`: they have finished reading it.
 #    </details>
-# 4. What would change if the block owned queries instead of keys?
+# 4. Why do lse and delta take more time of shared memory than dSᵀ, which has 32 times as many bytes?
 #    <details><summary>Answer</summary>
 #
-#    dQ would stay in registers, and dK and dV would be added to memory: two sums instead of one.
+#    dSᵀ is written once, 128 bytes a clock. Each of eight warps reads all of lse and delta, four words at a time.
 #    </details>
 # 5. Why may `add_dQ` use the order of registers, and `store_rows` not?
 #    <details><summary>Answer</summary>

@@ -160,8 +160,8 @@ def of_one_run(*names, found=None, gpu=H200, pass_="fwd", D=128, N=4096, causal=
     return {name: complete[-1][name] for name in names} if complete else {}
 
 
-def speeds(panels, gpu, alt):
-    """Bars of {title: {kernel or peer: TFLOP/s}} on a GPU, a panel for each title."""
+def speeds(panels, gpu, alt, peak=None):
+    """Bars of {title: {kernel or peer: TFLOP/s}} on a GPU, a panel for each title; dashed: a peak, if there is one."""
     fig, grid = subplots(1, len(panels), figsize=(8.5, 3.6), sharey=True)
     for ax, (title, found) in zip(grid, panels.items(), strict=True):
         words = [PEERS[name][0] if name in PEERS else name.split("_", 2)[2] for name in found]
@@ -170,6 +170,8 @@ def speeds(panels, gpu, alt):
         ax.set_xticks(range(len(found)), words, rotation=40, ha="right", fontsize=9)
         ax.set_title(title if found else f"{title}: not measured as it is now")
         ax.grid(axis="x", visible=False)
+        if peak:
+            ax.axhline(peak, color=INK, ls="--", lw=1)
     grid[0].set_ylabel(f"TFLOP/s, bf16, {gpu.name.split()[1]}")
     return picture(fig, alt)
 

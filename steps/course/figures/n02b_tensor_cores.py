@@ -48,7 +48,10 @@ AT = "__device__ int at(int rows, int row, int column) {\n"
 
 @functools.cache
 def wavefronts(rung, D=None):
-    """{function: [accesses of a warp, wavefronts]} of shared memory for one more tile of keys, by the emulation."""
+    """{function: [accesses, wavefronts]} of a block at shared memory for one more tile of keys, by the emulation.
+
+    An access is one instruction of a warp.
+    """
     D = D or RUNGS[rung]
     Br, Bc = ladder.FORWARD[rung].tiles[0][D]
     dtype = torch.float32 if rung == "scalar" else torch.bfloat16

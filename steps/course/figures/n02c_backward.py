@@ -7,7 +7,6 @@ import torch
 from reference import error
 from steps import engine
 from steps.course.figures import planted
-from steps.course.figures.n02b_tensor_cores import dealt  # noqa: F401  the page shows it again
 from steps.course.figures.picture import picture
 from steps.course.figures.plots import INK, PALE, cells, subplots, who_sees
 from steps.course.workbook import edited

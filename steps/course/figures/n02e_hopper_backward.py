@@ -1,12 +1,16 @@
 """Pictures and experiments of notebook 02e: which operand of Hopper's backward is read from where."""
 
+import collections
+import functools
+
 import torch
 
 from steps.course.bench import ablations, rows
 from steps.course.figures import measured
+from steps.course.figures.n02b_tensor_cores import function_at
 from steps.course.figures.n02d_hopper import legend
 from steps.course.figures.picture import pictured
-from steps.course.figures.plots import COLOURS, INK, subplots, table
+from steps.course.figures.plots import COLOURS, GREYS, INK, subplots, table
 from steps.step02_fa2_cuda import calls, emulator, ladder
 
 BANDWIDTH, TENSOR = 128, 4096  # bytes of shared memory, FLOP: a clock and SM
@@ -47,7 +51,9 @@ def step_of(D, Br, kept=()):
 @pictured
 def five_products():
     """Bytes of shared memory a clock that each of the five products reads. At D = 128, S^T, dP^T and dQ reach the
-    dashed line of 128 bytes, dV and dK half of it. At D = 64 only dQ reaches it; S^T and dP^T read 96, dV and dK 64."""
+    dashed line of 128 bytes, dV and dK half of it. At D = 64 only dQ reaches it; S^T and dP^T read 96, dV and dK 64.
+    Grey bars to their right, up to the line: TMA, dS^T, and lse and delta, at D = 64 for 256, 256 and 512 clocks, at
+    D = 128 for 256, 128 and 256."""
     fig, grid = subplots(1, 2, figsize=(8.5, 3.4), sharey=True)
     looks = {"both operands from shared memory": COLOURS[1], "the first one from registers": COLOURS[0]}
     for ax, (D, (Br, _)) in zip(grid, TILES.items(), strict=True):
@@ -56,35 +62,56 @@ def five_products():
             ax.bar(start, read / clocks, clocks, align="edge", color=COLOURS[not registers], edgecolor="white")
             ax.text(start + clocks / 2, read / clocks - 12, name, ha="center", color="white")
             start += clocks
+        for name, clocks in beside_products(D).items():
+            ax.bar(start, BANDWIDTH, clocks, align="edge", color=GREYS[1], edgecolor="white")
+            how = dict(rotation=90, ha="center", va="center", color="white", fontsize=9)
+            ax.text(start + clocks / 2, BANDWIDTH / 2, f"{name}: {clocks:.0f} clocks", **how)
+            start += clocks
         ax.axhline(BANDWIDTH, color=INK, ls="--", lw=1)
         ax.text(0, BANDWIDTH + 4, "dashed: all that shared memory delivers", fontsize=9)
-        ax.set(title=f"D = {D}, tile {Br} x 128", xlabel="clocks of the tensor cores, a step")
-        ax.set(ylim=(0, 145), xlim=(0, start))
+        ax.set(title=f"D = {D}, tile {Br} x 128", xlabel="clocks of the tensor cores, a step; then others")
+        ax.set(ylim=(0, 145), xlim=(0, start), xticks=range(0, start, 512))
         ax.grid(axis="x", visible=False)
     grid[0].set_ylabel("bytes a clock")
-    legend(fig, looks, "outside lower center")
+    legend(fig, looks | {"what else passes": GREYS[1]}, "outside lower center")
     return fig
 
 
+@functools.cache
 def wavefronts(rung, D):
-    """Wavefronts of one more tile of queries: the kernel text's own accesses to shared memory, in the emulation."""
-    (Br, Bc), found = TILES[D], []  # of all three rungs
-    for rows_of_q in (2 * Br, 3 * Br):
+    """{function: wavefronts} of one more tile of queries: the kernel text's own accesses to shared memory, in the
+    emulation."""
+    (Br, Bc), total = TILES[D], collections.Counter()  # of all three rungs
+    for sign, rows_of_q in ((-1, 2 * Br), (1, 3 * Br)):
         q, dout = torch.randn(2, 1, 1, rows_of_q, D).bfloat16()
         k, v = torch.randn(2, 1, 1, Bc, D).bfloat16()
         out, lse = calls.forward(q, k, v, rung="wgmma")
         with emulator.count_conflicts() as counted:
             calls.backward(dout, q, k, v, out, lse, rung=rung, backward_tile=TILES[D])
-        found.append(sum(n for _, n in counted.values()))
-    return found[1] - found[0]
+        for site, (_, n) in counted.items():
+            total[function_at(*site.split(":"))] += sign * n
+    return total
+
+
+def beside_products(D):
+    """{what: clocks}: what else passes through shared memory in a step of rung wgmma, at full bandwidth."""
+    Br, _ = TILES[D]
+    found = wavefronts("wgmma", D)
+    both = found["probabilities"] + found["score_gradients"]
+    return {"TMA": from_tma(D, Br) // BANDWIDTH, "dS^T": found["store_tile"], "lse, delta": both}
+
+
+def from_tma(D, Br):
+    """Bytes of Q_i and dO_i."""
+    return 2 * 2 * Br * D
 
 
 def roof(rung, D):
     """(TFLOP/s on an H200 if the busier of tensor cores and shared memory never rests, the count in words)."""
     Br, _ = TILES[D]
     clocks, read = step_of(D, Br, KEPT.get((rung, D), ()))
-    read = 0 if rung == "fa2" else read + 2 * 2 * Br * D  # Q_i and dO_i come; fa2's loads are all in its text
-    shared = read / BANDWIDTH + wavefronts(rung, D)
+    read = 0 if rung == "fa2" else read + from_tma(D, Br)  # fa2's loads are all in its text
+    shared = read / BANDWIDTH + sum(wavefronts(rung, D).values())
     tflops = measured.H200.half_tflops * clocks / max(clocks, shared)
     words = f"products {clocks}, shared memory {shared:.0f} clocks a step; roof {tflops:.0f} TFLOP/s"
     return tflops, f"bwd {rung:6} D = {D:3}: {words}"
