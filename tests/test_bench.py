@@ -485,7 +485,7 @@ def test_features_are_compared_with_a_backward_of_the_same_file(monkeypatch):
 
     monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
     found = {one.options["feature"]: one.entrants[0].bwd_kernel for one in grid.features_at(16, 2, 64)}
-    assert (found["none"], found["causal"], found["sinks"]) == ("flash", "flash", "flash_gluon")
+    assert (found["none"], found["causal"], found["sinks"]) == ("flash", "flash", "flash_gluon_backward")
 
 
 @needs_triton

@@ -29,7 +29,7 @@ TOOLS = {
 SECONDS = 300  # the limit of one run of a sanitizer
 # PyTorch's allocator hands out pieces of large blocks: what is outside a tensor would still be inside its block.
 ENVIRONMENT = os.environ | {"STEPS_ENGINE": "cuda", "STEPS_SANITIZE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-FEATURES = "flash", "flash_gluon", "decode"  # files of stage 03
+FEATURES = "flash", "flash_gluon", "flash_gluon_backward", "decode"  # files of stage 03
 numba = "tests/test_step01_fa1_numba.py", "-q", "-p", "no:cacheprovider", "-k", "ragged"
 COMMANDS = {"01_fa1_numba": ("-m", "pytest", *numba)}  # arguments of Python; stage 04 runs kernels of 02 and 03
 for stage, kind in (("03_triton", "py"), ("02_fa2_cuda", "cu")):
@@ -149,8 +149,8 @@ def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypat
 
 
 @pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
-def test_the_files_with_features_run_with_every_combination_and_sinks_alone_have_a_backward(monkeypatch):
-    from steps.step03_triton.features import flash_gluon
+def test_the_files_with_features_run_with_every_combination(monkeypatch):
+    from steps.step03_triton.features import flash_gluon, flash_gluon_backward
 
     ran, compared, right = [], [], feature_cases.expected
 
@@ -171,16 +171,18 @@ def test_the_files_with_features_run_with_every_combination_and_sinks_alone_have
         return {name: x.float() for name, x in right(q, k, v, dout, options).value.items()}
 
     monkeypatch.setattr(flash_gluon, "forward", forward)
-    monkeypatch.setattr(flash_gluon, "backward", backward)
+    monkeypatch.setattr(flash_gluon_backward, "backward", backward)
     monkeypatch.setattr(feature_cases, "run", whole)
     monkeypatch.setattr(error, "failures", lambda got, want: compared.append({*got}) and {})
     assert sanitized.check("flash") == 17 == len(ran) == len(compared)
     assert {dtype for _, dtype, *_ in ran} == {*sanitized.ALL} and any("seed" in asked for *_, asked in ran)
     ran.clear(), compared.clear()
-    assert sanitized.check("flash_gluon") == 3
-    assert [kind for kind, *_ in ran] == ["forward"] * 3 + ["backward"] and ran[-1][-1] == {"sinks"}
-    assert {dtype for _, dtype, *_ in ran} == {*sanitized.HALVES} and all(D > 64 for *_, D, _ in ran)
-    assert compared[-1] == {"out", "lse", "dq", "dk", "dv", "dsinks"} and compared[0] == {"out", "lse"}
+    for kernel, kind, count in (("flash_gluon", "forward", 3), ("flash_gluon_backward", "backward", 4)):
+        ran.clear(), compared.clear()
+        assert sanitized.check(kernel) == count and [kind for kind, *_ in ran] == [kind] * count
+        assert {dtype for _, dtype, *_ in ran} == {*sanitized.HALVES} and all(D > 64 for *_, D, _ in ran)
+        assert compared[0] == ({"out", "lse"} if kind == "forward" else {"dq", "dk", "dv"})
+    assert compared[-1] == {"dq", "dk", "dv", "dsinks"}, "with sinks"
 
 
 if __name__ == "__main__":  # python -m tests.test_gpu_check JOBS [further arguments of pytest, and then no file]

@@ -11,9 +11,9 @@ import torch
 import triton
 
 import steps.step03_triton as step03
-from reference import attention, error, feature_cases
+from reference import error, feature_cases
 from steps import engine
-from steps.step03_triton import bwd_2_gluon, features, fwd_3_gluon
+from steps.step03_triton import features
 from steps.step03_triton.features import flash, flash_gluon
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
@@ -27,21 +27,6 @@ def on_integers(monkeypatch):
     of_numbers = dict(minimum=min, maximum=max, cdiv=lambda x, y: -(-x // y), where=lambda c, x, y: x if c else y)
     monkeypatch.setattr(flash_gluon, "gl", SimpleNamespace(**vars(flash_gluon.gl) | of_numbers))
     monkeypatch.setattr(flash_gluon, "BILLION", 2**30)
-
-
-@pytest.mark.parametrize(
-    "heads, tiles, causal, Nk, section",
-    [(1, 5, True, 600, 8), (8, 1, True, 100, 8), (20, 3, True, 300, 8), (20, 3, True, 2**14, 4), (5, 2, True, 2**20, 1),
-     (5, 4, False, 500, 1)],
-)  # fmt: skip
-def test_each_tile_is_dealt_once_and_a_section_of_heads_together(heads, tiles, causal, Nk, section, monkeypatch):
-    dealt = []
-    for program in range(heads * tiles):
-        of_one = dict(minimum=min, maximum=max, program_id=lambda _, n=program: n, num_programs=lambda _: heads * tiles)
-        monkeypatch.setattr(bwd_2_gluon, "gl", SimpleNamespace(**of_one))
-        dealt.append(bwd_2_gluon.schedule.fn(tiles, causal, Nk, 128))
-    assert sorted(dealt) == [*itertools.product(range(tiles), range(heads))]
-    assert dealt == sorted(dealt, key=lambda place: (place[1] // section, place)), "section by section, tile by tile"
 
 
 @pytest.mark.parametrize("Br, Bc", [(4, 4), (2, 4), (4, 2), (128, 128)])
@@ -156,8 +141,6 @@ def test_options_with_which_the_kernels_would_read_what_is_not_there(given, laun
     q = torch.zeros(2, 4, 30, 72, dtype=torch.float16)
     with pytest.raises(ValueError, match="must be|must have shape|B = 1"):
         flash_gluon.forward(q, q, q, **given)
-    with pytest.raises(ValueError, match="sinks must have shape"):
-        flash_gluon.backward(q, q, q, q, q, q[..., 0].float(), sinks=torch.zeros(3))
     assert not launched
 
 
@@ -192,80 +175,6 @@ def test_which_calls_take_it(monkeypatch):
     carried = {"out": torch.zeros(1), "lse": torch.zeros(1)}
     for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, carried, {"keys": 0}):
         assert picked(128, **window, **more) is flash.forward
-
-
-@pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
-def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
-    """delta, lse_2 and dsinks; and that the large kernel gets the first two."""
-    seen, rows = [], []
-
-    def gradients(record, dout, q, k, v, lse_2, delta, causal, scale):
-        for x in (lse_2, delta):
-            record.derive(lambda x: rows.append(x) or x, x)
-        assert lse_2.stride(0) % 4 == delta.stride(0) % 4 == 0, "TMA reads rows that begin at multiples of 16 bytes"
-        seen.append((causal, scale))
-        return tuple(record.derive(torch.clone, x) for x in (q, k, v))
-
-    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
-    monkeypatch.setattr(bwd_2_gluon, "gradients", gradients)
-    q, dout = torch.randn(2, 4, 70, 72).half(), torch.randn(2, 4, 99, 72).half()[:, :, :70]
-    k, v = torch.randn(2, 2, 2, 90, 72).half()
-    sinks = torch.tensor([-math.inf, 7.0, -2.0, 20.0])
-    given = dict(causal=True, scale=0.3)
-    out, lse = attention.forward(q, k, v, sinks=sinks, **given)
-    # Each lies differently in memory.
-    out, lse = out.half().transpose(1, 2).contiguous().transpose(1, 2), lse.float().mT.contiguous().mT
-    want = error.expected(q, k, v, dout, sinks=sinks, **given)
-    apart = torch.stack((sinks, -sinks), 1)[:, 0]
-    for of_sinks in (apart, sinks.half()):
-        with unwritten_is_nan():
-            *_, dsinks = flash_gluon.backward(dout, q, k, v, out, lse, sinks=of_sinks, **given)
-        lse_2, delta = rows[-2:]
-        torch.testing.assert_close(delta[:, :70].view(2, 4, 70), (dout.float() * out).sum(3), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(lse_2[:, :70].view(2, 4, 70), lse * math.log2(math.e))
-        assert dsinks.dtype == of_sinks.dtype and not error.failures({"dsinks": dsinks}, want)
-    assert seen == [(True, 0.3)] * 2
-    for _ in range(3):
-        *_, dsinks = step03.backward(dout, q, k, v, out, lse, sinks=sinks, **given)
-        assert not error.failures({"dsinks": dsinks}, want)
-    assert len(seen) == 3, "a call of the same kind is replayed"
-    *_, in_order = step03.backward(dout, q, k, v, out, lse, sinks=sinks, deterministic=True, **given)
-    assert len(seen) == 3 and not error.failures({"dsinks": in_order}, want)
-    small, *leaves = (x[:1, :, :33].clone().requires_grad_() for x in (dout, q, k, v))
-
-    def differentiate(attention, **options):
-        torch.autograd.grad(attention(*leaves, sinks=sinks.requires_grad_(), **given, **options), leaves, small)
-        return len(seen)
-
-    before = len(seen)
-    assert differentiate(step03.attention, deterministic=True) == before
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert differentiate(step03.attention) == before, "torch asks for it"
-    assert differentiate(step03.attention) == before + 1
-    sinks.requires_grad_(False)
-    before = len(seen)
-    *_, of_first = step03.backward(dout[0], q[0], k[0], v[0], out[0], lse[0], sinks=sinks, **given)
-    assert len(seen) == before + 1 and of_first.shape == (4,), "three dimensions"
-
-
-def test_which_backwards_take_it(monkeypatch):
-    sinks = {"sinks": torch.zeros(2)}
-
-    def picked(D, keys=32, **given):
-        q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (32, keys))
-        kernel, _ = features.backward_kernel(q, k, whole(given), ()) or (None, None)
-        return kernel
-
-    assert picked(128, **sinks) is flash.backward, "there is no Hopper GPU"
-    monkeypatch.setattr(fwd_3_gluon, "refusal", lambda q: None)
-    for D, given in ((64, sinks), (128, sinks | {"causal": True, "scale": 0.3})):
-        assert picked(D, **given) is flash_gluon.backward
-    for more in ({"window": (7, 0)}, {"tile": [128, 64]}, {"deterministic": True}, {"keys": 0}, {"first_key": 3}):
-        assert picked(128, **sinks, **more) is flash.backward
-    for D, given in ((40, sinks), (136, sinks)):
-        assert picked(D, **given) is flash.backward
-    assert picked(128) is picked(128, causal=True) is None, "a rung computes it"
 
 
 def check(q, k, v, **given):
@@ -334,31 +243,6 @@ def test_a_sequence_does_not_read_its_neighbours():
         assert (x[:, :, 290:] == (0 if name == "out" else -math.inf)).all()
 
 
-@pytest.mark.gpu
-@on_hopper
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D", [64, 72, 128])
-@of_lengths
-def test_the_backward_with_sinks(Nq, Nk, D, dtype):
-    sinks = torch.tensor([-math.inf, 7.0, -2.0, 100.0], device="cuda")
-    q, k, v = tensors(2, 4, 2, Nq, Nk, D, dtype)
-    causal = Nq != 200
-    dout, given = torch.randn_like(q), dict(causal=causal, scale=0.3, sinks=sinks)
-    want = error.expected(q, k, v, dout, **given)
-    out, lse = step03.forward(q, k, v, **given)
-    for deterministic in (False, True):
-        with unwritten_is_nan():
-            grads = step03.backward(dout, q, k, v, out, lse, deterministic=deterministic, **given)
-        assert not error.failures(error._by_name(out, lse, *grads, sinks=sinks), want)
-        assert not deterministic or all(map(torch.equal, grads, flash.backward(dout, q, k, v, out, lse, **given)))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    of_leaves = step03.attention(*leaves[:3], causal=causal, scale=0.3, sinks=leaves[3])
-    grads = torch.autograd.grad(of_leaves, leaves, dout)
-    assert not error.failures(error._by_name(of_leaves, lse, *grads, sinks=sinks), want)
-    without = step03.attention(*leaves[:3], causal=causal, scale=0.3, sinks=sinks)
-    assert len(torch.autograd.grad(without, leaves[:3], dout)) == 3
-
-
 def launches(wanted):
     flash_gluon.refusal = lambda q: None  # it looks for a GPU
     for D, packed in wanted:
@@ -368,8 +252,6 @@ def launches(wanted):
         sinks = torch.zeros(2)
         given = of_packed | ({"sinks": sinks} if D == 256 else {}) if packed else {"window": (7, 0), "sinks": sinks}
         flash_gluon.forward(x, x, x, **given)
-        if D == 128 and not packed:
-            flash_gluon.backward(x, x, x, x, x, torch.zeros(1, 2, 128), sinks=sinks)
 
 
 SOME = [(64, True), (128, False), (256, True)]  # (head_dim, packed)
@@ -378,9 +260,6 @@ SOME = [(64, True), (128, False), (256, True)]  # (head_dim, packed)
 @pytest.mark.parametrize("wanted", [SOME, pytest.param([(64, False), (128, True)], marks=pytest.mark.long)], ids=str)
 def test_what_it_compiles_to(wanted):
     rows = compile_triton.in_a_process(__file__, wanted)
-    if (128, False) in wanted:
-        kernels = {row["kernel"] for row in rows}
-        assert {"delta_kernel", "backward_kernel", "dq_kernel"} < kernels, "the backward with sinks"
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
     assert len(rows) == len(wanted)
     for row in rows:

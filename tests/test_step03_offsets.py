@@ -7,7 +7,7 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from steps import engine
 from steps.step03_triton import bwd_2_gluon, fwd_3_gluon, rungs
-from steps.step03_triton.features import decode, dropout, flash, flash_gluon
+from steps.step03_triton.features import decode, dropout, flash, flash_gluon, flash_gluon_backward
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="the products of a compiled kernel cannot be watched")
@@ -51,15 +51,21 @@ def test_of_a_rung(rung, dtype):
 
 def test_of_the_plain_kernels_of_the_rungs_in_gluon():
     """Gluon is not interpreted, but these kernels are Triton's."""
-    files = bwd_2_gluon, flash_gluon, fwd_3_gluon
+    files = bwd_2_gluon, flash_gluon, flash_gluon_backward, fwd_3_gluon
     own = {name: x for file in files for name, x in vars(file).items() if name.endswith("_kernel")}
     plain = {name for name, x in own.items() if isinstance(x, InterpretedFunction) and "gluon" in x.fn.__module__}
-    assert plain == {"dq_kernel"}, "each of them has to be called here"
+    assert plain == {"dq_kernel", "packed_dq_kernel"}, "each of them has to be called here"
     Nq, D, Br = 60, 64, 16
     dq = torch.full((B * H, Nq, D), torch.nan)
     programs = B * H * -(-Nq // Br)
     bwd_2_gluon.dq_kernel[(programs,)](torch.ones(programs * Br * D), dq, Nq, 0.5, D=D, D_pad=D, Br=Br)
     assert (dq == 0.5).all()
+    starts, total, tiles = torch.tensor([0, 17, 17, 40], dtype=torch.int32), 45, 45 // Br + 3
+    dq = torch.full((1, H, total, D), torch.nan)
+    sums, programs = torch.ones(H * tiles * Br * D), 3 * H * -(-23 // Br)
+    args = sums, dq, starts, H, total, 23, tiles, 0.5
+    flash_gluon_backward.packed_dq_kernel[(programs,)](*args, D=D, D_pad=D, Br=Br)
+    assert (dq[:, :, :40] == 0.5).all() and dq[:, :, 40:].isnan().all(), "rows of no sequence are not written"
 
 
 STARTS = torch.tensor([0, 17, 24], dtype=torch.int32)

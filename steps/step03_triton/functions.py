@@ -90,7 +90,7 @@ def backward(
 
     dout is the gradient of out; out and lse are what `forward` gave with the same features, for these keys or for
     more: dq is then the part that comes from these keys. The results are equal to the bit from run to run. The
-    exception is dq on Hopper without a feature, or with sinks alone: there it needs deterministic=True. rung: the
+    exception is dq on Hopper in 16 bits, which then needs deterministic=True. rung: the
     forward's, for calls without features.
     """
 

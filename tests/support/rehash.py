@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 STAGES = "02_fa2_cuda", "03_triton"
-FEATURES = "flash", "flash_gluon", "decode"  # the kernels of stage 03 that are no rungs
+FEATURES = "flash", "flash_gluon", "flash_gluon_backward", "decode"  # the kernels of stage 03 that are no rungs
 HASHES = """
 import json, sys
 from steps.course.bench import rows

@@ -166,6 +166,9 @@ FEATURES = {
     "flash": (COMBINED, 1, 24),
     "decode": ([names for names in feature_cases.CASES if "lengths" in names], 5, 24),
     "flash_gluon": ([("left window", "causal", "sinks"), ("packed", "window"), ("sinks",)], 10, 72),
+    "flash_gluon_backward": (
+        [("left window", "causal", "dropout"), ("packed", "softcap"), ("window",), ("sinks",)], 10, 72
+    ),
 }
 
 
@@ -207,11 +210,11 @@ def of_triton(kernel, N=261):
 
 
 def of_features(kernel):
-    """The same of a file with features: decode has no backward, and flash_gluon one for sinks alone."""
+    """The same of a file with features. flash alone has both passes; a backward gets the reference's out and lse."""
     from steps.step03_triton.features import flash_gluon
 
     module, (cases, n, D) = importlib.import_module(f"steps.step03_triton.features.{kernel}"), FEATURES[kernel]
-    for names, dtype in zip(cases, itertools.cycle(HALVES if kernel == "flash_gluon" else ALL), strict=False):
+    for names, dtype in zip(cases, itertools.cycle(HALVES if "gluon" in kernel else ALL), strict=False):
         *on_cpu, options = feature_cases.inputs(names, dtype, n=n, D=D)
         want = feature_cases.expected(*on_cpu, options)
         options = {x: y.to(engine.device) if isinstance(y, torch.Tensor) else y for x, y in options.items()}
@@ -219,10 +222,12 @@ def of_features(kernel):
         with mock.patch.object(flash_gluon, "programs_for", few):
             if kernel == "flash":
                 got = feature_cases.run(module, q, k, v, dout, options)
+            elif hasattr(module, "forward"):
+                got = dict(zip(("out", "lse"), module.forward(q, k, v, **options), strict=True))
             else:
-                saved = module.forward(q, k, v, **options)
-                grads = module.backward(dout, q, k, v, *saved, **options) if names == ("sinks",) else ()
-                got = dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (*saved, *grads), strict=False))
+                out, lse = (want.value[name].to(q.device) for name in ("out", "lse"))
+                grads = module.backward(dout, q, k, v, out.to(dtype), lse.float(), **options)
+                got = dict(zip(("dq", "dk", "dv", "dsinks"), grads, strict=False))
         yield f"{names}, {dtype}", got, lambda want=want: want
 
 

@@ -136,7 +136,11 @@ def finish(ax, names, **axes):
     ax.grid(axis="y", visible=False)
 
 
-KERNELS = {"flash": colour_of("fwd_1_tma"), "flash_gluon": colour_of("fwd_3_gluon")}  # built like these rungs
+LANGUAGES = {"Triton": colour_of("fwd_1_tma"), "Gluon": colour_of("fwd_3_gluon")}  # built like these rungs
+
+
+def language(rows):
+    return "Gluon" if "gluon" in rows["ours"]["kernel"] else "Triton"
 
 
 def costs(D=128):
@@ -151,11 +155,11 @@ def costs(D=128):
                 ax.text(0.04, place, "no run has both", va="center", fontsize=9)
                 continue
             times = ms[name, "ours"] / ms[base, "ours"]
-            ax.barh(place, times, color=KERNELS[last_of(name, D, which)["ours"]["kernel"]])
+            ax.barh(place, times, color=LANGUAGES[language(last_of(name, D, which))])
             panel.append(f"{names[place]} {times:.2f}")
         finish(ax, names, title=f"{word}, D = {D}", xlabel="time with / time without", xlim=(0, 2.1))
         told.append(f"{word}: " + ", ".join(panel))
-    handles = [Patch(color=colour, label=f"by {kernel}.py") for kernel, colour in KERNELS.items()]
+    handles = [Patch(color=colour, label=f"in {name}") for name, colour in LANGUAGES.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=2)
     return picture(fig, f"Bars of the time with a feature by the time without, D = {D}. {'; '.join(told)}.")
 

@@ -6,7 +6,7 @@
 
 The kernels stand in flash_kernels.py, what a feature adds to them in scores.py. Here are the launchers, and the
 tables of tiles. A kernel is compiled for each set of features; a feature that is off costs no instruction. On Hopper
-flash_gluon.py has a faster forward for some features, and a faster backward for sinks.
+flash_gluon.py has a faster forward for some features, and flash_gluon_backward.py a faster backward.
 
 Sources: FlashAttention-2, Algorithms 1 and 2; scores.py names those of the features. Left out: paged K and V, fp8,
 rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs torch, Triton, flash_kernels.py,

@@ -100,6 +100,19 @@ class WorkTile(NamedTuple):
     stats: Any  # where their numbers of lse_2 and delta begin
 
 
+class Place(NamedTuple):
+    """What a consumer needs in every step."""
+
+    operands: Any
+    queries: Any  # bwd_2_gluon.Queries
+    dS: Any
+    ready: Any
+    call: Any
+    work: Any
+    first: Any  # the first query that sees each of the keys
+    steps: Any
+
+
 @gluon.jit
 def work_tile(call, D_pad: gl.constexpr, Br: gl.constexpr, LONGEST_FIRST: gl.constexpr):
     H, group, Nq, Nk = call.lengths
@@ -176,15 +189,13 @@ def kept(call, work, h, i, S):
 
 
 @gluon.jit
-def step(
-    state, operands, queries, dS_stages, ready, dq, t, n, steps, call, work, h, first, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr
-):  # fmt: skip
-    """bwd_2_gluon.step with the features. first: the first query that sees each of the keys.
+def step(state, at, dq, t, n, h, EARLY: gl.constexpr, LATE: gl.constexpr):
+    """bwd_2_gluon.step with the features, for a tile of queries of head h.
 
-    LEFT and RIGHT: the edges of the window that may cut the tile, of queries that are too early and too late for a key.
+    EARLY and LATE: whether the tile may have queries that are too early, or too late, to see some of the keys.
     """
     S, dK, dV = state
+    operands, queries, dS_stages, ready, call, work, first, steps = at
     Br: gl.constexpr = S.shape[1]
     dtype: gl.constexpr = queries.Q.dtype
     stage = n % STAGES
@@ -196,9 +207,9 @@ def step(
     if call.to_cap is not None:
         S = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [S * call.to_cap], gl.float32, True, 1)
         derivative = 1 - S * S
-    if LEFT:
+    if EARLY:
         S = gl.where(query[None, :] >= (first - t * Br)[:, None], S, float("-inf"))
-    if RIGHT:
+    if LATE:
         S = gl.where(query[None, :] <= (first - t * Br + call.left + call.right)[:, None], S, float("-inf"))
     P = rounded(probabilities(S, row_stats(queries.lse_2, stage, S), call.c), dtype)
     P_kept = P
@@ -209,7 +220,7 @@ def step(
     if call.seed is not None:
         dP = gl.where(keep, dP * call.kept_scale, 0.0)
     delta_i = row_stats(queries.delta, stage, dP)
-    if (LEFT or RIGHT) and call.starts_q is not None:
+    if (EARLY or LATE) and call.starts_q is not None:
         delta_i = gl.where(query < work.queries.N - t * Br, delta_i, 0.0)  # that of the next sequence may be NaN
     dS = widened(P) * (dP - delta_i[None, :])
     if call.to_cap is not None:
@@ -219,12 +230,14 @@ def step(
 
 @gluon.jit
 def consume(dq, dk, dv, queries, keys, dS, ready, work, call, scale, NARROW: gl.constexpr):
-    """The 128 keys from j on. The tiles of queries come in the order of `visited`."""
+    """The 128 keys from j on. The tiles of queries come in the order of `visited`.
+
+    NARROW: a tile with queries that are too early may also have some that are too late.
+    """
     PACKED: gl.constexpr = call.starts_q is not None
     Br: gl.constexpr = queries.Q.shape[-2]
     D_pad: gl.constexpr = queries.Q.shape[-1]
     begin, whole, full, end = work.tiles
-    count = end - begin
     if work.j < work.keys.N:
         # Keys and queries that do not exist need no mask: K, V, Q and dO are 0 there, and results are not stored.
         first = work.first + gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
@@ -234,30 +247,21 @@ def consume(dq, dk, dv, queries, keys, dS, ready, work, call, scale, NARROW: gl.
         if Br == 128:
             K_left = load_pairs(K)
         dK = gl.full((Bc, D_pad), 0, gl.float32, layout(D_pad))
-        group = call.lengths.group
-        steps = count * group
+        operands, steps = Operands(K_left, K, V), (end - begin) * call.lengths.group
+        at = Place(operands, queries, dS, ready, call, work, first, steps)
         S = warpgroup_mma_wait(0, (scores(K_left, queries, 0),))
-        state, operands = (S, dK, dK), Operands(K_left, K, V)
-        for g in range(group):
+        state, n = (S, dK, dK), 0
+        for g in range(call.lengths.group):
             h = work.queries.h + g
             dq_g = dq + (work.sums + h * call.tiles_of_head).to(gl.int64) * (Br * D_pad)
-            n = g * count
             for passed in range(0, end - full):
-                t = end - 1 - passed
-                state = step(
-                    state, operands, queries, dS, ready, dq_g, t, n, steps, call, work, h, first, NARROW, True
-                )
+                state = step(state, at, dq_g, end - 1 - passed, n, h, False, True)
                 n += 1
             for t in range(begin, whole):
-                state = step(
-                    state, operands, queries, dS, ready, dq_g, t, n, steps, call, work, h, first, True, NARROW
-                )
+                state = step(state, at, dq_g, t, n, h, True, NARROW)
                 n += 1
             for passed in range(0, full - whole):
-                t = full - 1 - passed
-                state = step(
-                    state, operands, queries, dS, ready, dq_g, t, n, steps, call, work, h, first, False, False
-                )
+                state = step(state, at, dq_g, full - 1 - passed, n, h, False, False)
                 n += 1
         S, dK, dV = state
         if call.seed is not None:
