@@ -210,7 +210,7 @@ def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
 
 
 STARTS = torch.tensor([0, 10, 32], dtype=torch.int32)
-PACKED = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=22, max_seqlen_k=22)
+PACKED = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=512, max_seqlen_k=512)
 DROPOUT = {"dropout_p": 0.1, "seed": torch.tensor(7)}
 
 
@@ -240,7 +240,10 @@ def test_which_backwards_take_it(monkeypatch):
     others = {"mask": torch.zeros(32, 32)}, {"alibi_slopes": torch.zeros(2)}, {"first_key": 3}
     for more in (*others, {"tile": [128, 64]}, {"deterministic": True}, {"keys": 0}):
         assert picked(128, **wide, **more) is flash.backward
-    for D, given in ((40, sinks), (136, wide)):
+    for given in ({"window": (-1, 0)}, {"window": (512, 9), "causal": True}, {"window": (500, 12)}):
+        assert picked(128, **given) is flash_gluon_backward.backward
+    few = {"window": (500, 11)}, {"window": (511, 9), "causal": True}, PACKED | {"max_seqlen_q": 511}
+    for D, given in ((40, sinks), (136, wide), *((128, given) for given in few)):
         assert picked(D, **given) is flash.backward
     assert picked(128) is picked(128, causal=True) is None, "a rung computes it"
 
@@ -342,8 +345,7 @@ def launches(wanted):
     for D, name in wanted:
         yield dict(D=D, name=name), 90
         x = torch.zeros(1, 2, 128, D, dtype=torch.bfloat16)
-        packed = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=22, max_seqlen_k=22)
-        given = {"window": {"window": (2000, 0)}, "packed": packed, "softcap": {"softcap": 50.0}, "dropout": DROPOUT}
+        given = {"window": {"window": (2000, 0)}, "packed": PACKED, "softcap": {"softcap": 50.0}, "dropout": DROPOUT}
         flash_gluon_backward.backward(x, x, x, x, x, torch.zeros(1, 2, 128), **given[name])
 
 

@@ -86,7 +86,8 @@ def backward_kernel(q, k, f, wanted):
     if not f.get("asked"):
         return None
     free = f["tile"] is None and not f["deterministic"]
-    if free and k.numel() and flash_gluon_backward.fits(q, f["asked"]):
+    used = {name: f[name] for name in (*f["asked"], "causal")}
+    if free and k.numel() and flash_gluon_backward.fits(q, used):
         kernel, names = flash_gluon_backward.backward, flash_gluon_backward.OPTIONS
     else:
         kernel, names = flash.backward, (*OF_FLASH, "mask_gradient")

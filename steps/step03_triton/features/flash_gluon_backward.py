@@ -17,7 +17,8 @@ dq changes in its last bits from run to run, because it is added up in any order
 and lse, positions that do not begin at 0, head_dims below 64 and above 128: flash.py has these.
 Sources: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1; for dropout in the backward FlashAttention,
 Algorithm 4. Launch: grid (sequences * Hk * ceil(longest Nk / 128),), 12 warps, one program a multiprocessor. Needs
-torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_2_gluon.py, flash.py and flash_gluon.py.
+torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_2_gluon.py, fwd_3_gluon.py, scheduler.py, replay.py, flash.py,
+flash_gluon.py, flash_kernels.py, scores.py and tiles.py.
 """
 
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ OPTIONS = (
     "causal", "scale", "window", "softcap", "sinks", "dropout_p", "seed", "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen_q", "max_seqlen_k",
 )  # fmt: skip
+FEW = 512  # queries that see a key; where there are fewer, flash.py was faster
 NUMBERS = "H", "group", "Nq", "Nk", "left", "right", "tiles_of_head", "threshold"
 
 
@@ -307,8 +309,13 @@ def packed_dq_kernel(
 
 
 def fits(q, asked):
-    """Whether `backward` takes q, and is faster than flash.py. asked: the names of the features in use."""
-    return {*asked} <= {*OPTIONS} and 64 <= q.shape[-1] and q.numel() > 0 and bwd_2_gluon.refusal(q) is None
+    """Whether `backward` takes q, and is faster than flash.py. asked: the features in use and causal, {name: value}."""
+    if asked.keys() - {*OPTIONS} or q.shape[-1] < 64 or q.numel() == 0:
+        return False
+    left, right = asked.get("window", (-1, -1))
+    right = 0 if asked.get("causal") else right
+    few = min(left, right) >= 0 and left + right < FEW or asked.get("max_seqlen_q", FEW) < FEW
+    return not few and bwd_2_gluon.refusal(q) is None
 
 
 @replayed
