@@ -136,8 +136,8 @@ figures.interpreted_and_compiled(odd_tile, count, largest)
 # for the compiler: a program has `num_warps` warps, and with `num_stages=2` the next tiles of K and V are copied while
 # it computes with these.
 #
-# It is tried with 70 queries and 50 keys, which fill no tile, then with notebook 00's six tokens, D filled up with
-# zeros. Row 5 ends at (6.83, 1.34), as there.
+# It is tried with 70 queries and 50 keys, whose last tiles are ragged, then with notebook 00's six tokens, D filled up
+# with zeros. Row 5 ends at (6.83, 1.34), as there.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -320,8 +320,8 @@ check("03.2", tile_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 03.3: one tile of keys, in base 2.** P = 2^(f S - f m), and `factor_and_shift(m, scale_log2)` gives f and f
-# m of each row. Mostly f is c. But c m is rounded, and for scores of 10¹¹ that error alone would make P infinite. So
-# from c m = 2²⁶ on f is a power of two: then f m is exact ([03x](03x_deeper.ipynb), section 2).
+# m of each row. Mostly f is c. But for scores of 10¹¹ the rounding of c m alone would make P infinite. So from c m =
+# 2²⁶ on f is the power of two below c: then f m is exact ([03x](03x_deeper.ipynb), section 2).
 #
 # In a row that has seen no key m is -inf. `tl.dot` wants P in the dtype of V_j (Bc, D), and PRECISION as
 # `input_precision`.
@@ -350,7 +350,7 @@ check("03.3", online_update)
 #
 # </details>
 #
-# A line names the cases that fail, and the known mistake of `reference/mutants.py` that has the same results. "Beside
+# A line names the cases that fail, and the mistake in `reference/mutants.py` that fails alike. "Beside
 # the tensor" means that a load outside of it was stopped. Below stands what was changed.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -370,7 +370,7 @@ figures.mistakes_against_cases()
 #
 # <details><summary>Answers</summary>
 #
-# 1. `roles`. The compiler divides a program's warps only if there is one loop, and a mask needs a second one.
+# 1. `roles`. With a mask its kernel has two loops, and the compiler divides a program's warps only if there is one.
 # 2. 5/7 of it, which is printed above the bars. Kernels with five products may be higher: `gluon`, FlashAttention-4 and
 #    cuDNN.
 #

@@ -38,7 +38,7 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# Models put more than a causal mask between Q Kᵀ and the softmax:
+# Models ask for more than a causal mask:
 #
 # | what | who uses it |
 # |---|---|
@@ -64,7 +64,7 @@ figures.memory()
 #
 # ## 2. The idea: one function of the scores, for both directions
 #
-# **Claim.** Masks, windows, soft-cap and ALiBi change the scores, and nothing else. With X = Q Kᵀ,
+# **Claim.** Masks, windows, soft-cap and ALiBi change the scores, and nothing else. With X = Q Kᵀ, not scaled,
 #
 # $$S = \mathit{cap} \tanh\!\big(\tfrac{\mathit{scale}}{\mathit{cap}} X\big) + M - \mathit{slope}\,|i - j|
 # \qquad\text{and } -\infty \text{ where key } j \text{ is hidden}$$
@@ -127,8 +127,8 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 # which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
 #
 # In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. `f.policy`
-# holds what the launcher chose, such as a fast tanh for 16-bit tensors. c turns S into a power of 2: without features
-# it is 03a's scale · log2(e). `seq.shift` is Nk - Nq. An entry of the mask below `MASK_FLOOR`, -2¹⁰¹, counts as that
+# holds what the launcher chose, such as a fast tanh for 16-bit tensors. exp becomes 2^(c S - c m); without features c
+# is 03a's scale · log2(e). `seq.shift` is Nk - Nq. A finite entry of the mask below `MASK_FLOOR`, -2¹⁰¹, counts as that
 # number ([03x](03x_deeper.ipynb), section 3).
 
 # %% slideshow={"slide_type": "fragment"}
@@ -154,7 +154,8 @@ figures.windows()
 #
 # The backward must drop what the forward dropped, in tiles of another shape. **Philox** has no state: it turns a
 # *counter* of four numbers and a seed into sixteen random bytes. Here the counter is (key div 16, query, head, batch),
-# and each byte decides for one key: keep (x) where it is less than t = round(256 (1 - p)).
+# and each byte decides for one key: keep (x) where it is less than t = round(256 (1 - p)), with p the share that is
+# dropped.
 
 # %% slideshow={"slide_type": "fragment"}
 seed, p, t = 7, 0.3, philox.threshold(0.3)
@@ -303,15 +304,16 @@ figures.mistakes_against_results()
 # 1. Dropout: Philox makes ten rounds of integer products. Then the mask, whose entries are loaded. The soft-cap adds a
 #    tanh.
 # 2. Causal visits 1/2 of all tiles, the window 1/8 less the 1/128 that its first rows lack, and more where tiles of 64
-#    hang over its edges: a factor of 4.2. The backward was measured as 3.5, since two tiles of a row need a mask. The
-#    forward has 3.7 at head_dim 64 and 4.2 at 128, but there the window has a faster kernel than causal.
+#    hang over its edges: a factor of 4.2. Measured were 3.7 and 4.2 in the forward, and 4.3 and 4.0 in the backward
+#    (head_dim 64 and 128), with another kernel for the window than for causal.
 #
 # </details>
 #
-# In the first picture `a / b` is the time with a divided by that with b, and a alone is divided by the time without
-# features. `packed` are 8 sequences of equal length, and `padded` the same 8 as a batch (H100, bfloat16, N = 16384). In
-# the forward, windows without a soft-cap, sinks and packed sequences have a faster kernel, in Gluon (pink;
-# [03y](03y_deeper.ipynb), section 7). So sinks seem to save time.
+# In the first picture `a / b` is a's time divided by b's, and a alone is divided by the time without features. `packed`
+# are 8 sequences of equal length, and `padded` the same 8 as a batch (H200, bfloat16, N = 16384). The pink bars are of
+# faster kernels, in Gluon ([03y](03y_deeper.ipynb), section 7). How much that saves the bar of sinks shows, which by
+# themselves cost next to nothing. In the backward Gluon also makes one sweep of five products, with dropout too; in
+# Triton there are seven.
 #
 # The second compares with FlashAttention-4 and with torch's FlexAttention, which compiles a Python function of the
 # scores into a kernel. `causal` alone is not in it: 03a's rungs compute that. (No bar: not measured. For head_dim 64:
@@ -324,8 +326,8 @@ figures.costs()
 figures.beside_peers()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# FlashAttention-4 is faster without a soft-cap, except in the forward of packed sequences at head_dim 128. With one it
-# is slower, except in the backward at head_dim 128 if there is also a window: there it is faster by 6 %.
+# FlashAttention-4 is faster with windows and with sinks. It is slower with a soft-cap, and with packed sequences, but
+# level in their forward at head_dim 64.
 #
 # In decoding memory is the limit: a copy of as many bytes takes as long.
 
@@ -383,11 +385,10 @@ for step in range(5):
 #
 # **At which level is an operation replaced?** Here torch's operator is: a **checker** (`takes` in `models.py`) says for
 # each call whether these kernels compute it, else torch does. Lightning Thunder calls kernels with their checker an
-# **executor**. One level lower is too late, since torch has chosen a kernel. One level higher, each model would be
-# edited.
+# **executor**. One level lower torch has already chosen its kernel; one higher, each model must be edited.
 #
-# **Which of these calls does the checker refuse?** No kernel takes float64 or a head_dim above 256, and torch itself
-# refuses one more.
+# **Which of these calls does the checker refuse?** Refused means that torch computes it, if it can. No kernel takes
+# float64 or a head_dim above 256.
 
 # %% slideshow={"slide_type": "fragment"}
 x = torch.ones(1, 2, 8, 64, device=device)

@@ -23,7 +23,8 @@ Additions, and two roundings at a time, need a line of PTX each.
 
 Left out, because it was slower: no producer; two consumers of 64 keys each with an mbarrier between them; the tiles of
 queries from the first to the last, so that with a causal mask every program begins with another one; dV after the
-barrier; P rounded one by one on the unit that exp2 needs, as the compiler does where P has two uses. Not faster: an
+barrier; dK before it; at D = 64 tiles of 64 queries; P rounded one by one on the unit that exp2 needs, as the compiler
+does where P has two uses. Not faster: an
 arrival by a named barrier, which saves one of the three. Too few registers: dK += dS^T Q_i still running while the next
 step begins, which makes ptxas serialise all products.
 Spills: at most three words a step at D = 64, none at D = 128; some 20 before and after the steps.

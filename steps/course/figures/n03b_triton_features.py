@@ -110,16 +110,16 @@ BASES |= {"window": "causal", "soft-cap + window": "causal", "packed": "padded"}
 
 
 def milliseconds(D, which):
-    """{(feature, "ours" or a peer): ms} of the last run on an H100 that measured the features."""
-    found = [row for row in of_feature(*BASES, "none", "padded", gpu=H100) if (row["D"], row["pass"]) == (D, which)]
+    """{(feature, "ours" or a peer): ms} of the last run on an H200 that measured the features."""
+    found = [row for row in of_feature(*BASES, "none", "padded") if (row["D"], row["pass"]) == (D, which)]
     last = max((row["run"] for row in found if row["kernel"] == "flash" and row["N"] > 1024), default=None)
     return {(r["options"]["feature"], r["peer"] or "ours"): r["ms_median"] for r in found if r["run"] == last}
 
 
 def last_of(feature, D, which, *others):
-    """{"ours" or a peer: row} of a feature, of the last run on an H100 that measured it with all others; or {}."""
+    """{"ours" or a peer: row} of a feature, of the last run on an H200 that measured it with all others; or {}."""
     runs = {}
-    for row in of_feature(feature, gpu=H100):
+    for row in of_feature(feature):
         if (row["D"], row["pass"]) == (D, which) and row["N"] > 1024:
             runs.setdefault(row["run"], {})[row["peer"] or "ours"] = row
     complete = [runs[run] for run in sorted(runs) if {"ours", *others} <= runs[run].keys()]
@@ -144,7 +144,7 @@ def language(rows):
 
 
 def costs(D=128):
-    """What each feature costs on an H100 as bars, in both passes: the time with it by the time without."""
+    """What each feature costs on an H200 as bars, in both passes: the time with it by the time without."""
     names = [name if base == "none" else f"{name} / {base}" for name, base in BASES.items()]
     fig, axes = subplots(1, 2, figsize=(8.4, 4.2), sharey=True)
     told = []
@@ -165,7 +165,7 @@ def costs(D=128):
 
 
 def beside_peers(D=128):
-    """Our speed by that of FlashAttention-4 and of FlexAttention with a feature on an H100 as bars, in both passes."""
+    """Our speed by that of FlashAttention-4 and of FlexAttention with a feature on an H200 as bars, in both passes."""
     peers = {"fa4": ("FlashAttention-4", PEERS["fa4"][2]), "flex": ("FlexAttention", GREYS[3])}
     features = [name for name in BASES if name != "causal"]  # alone, it is computed by the rungs
     names = [name for name in features if any(last_of(name, D, which, who) for which in PASSES for who in peers)]
