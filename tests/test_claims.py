@@ -257,7 +257,7 @@ def test_what_the_transpose_reads():
     stored = 2 * 4 * 32 * (128 + 64)  # two warpgroups, four wgmma of 16 queries, n = 128; the first operand is 64 rows
     partial = 2 * 4 * 32 * 128  # each sums over its own 64 keys
     saved, cost = (stored - read["dV"]) / 1024, (read["dQ"] - partial) / 1024
-    says("02e", "Against S, dV and dK read # KiB less each, dQ # more: no gain", saved, cost)
+    says("02e", "With Sᵀ, dV and dK read # KiB less each, dQ # more: only P's store is saved.", saved, cost)
     assert 2 * saved == cost
 
 

@@ -142,7 +142,7 @@ def kept_and_added():
     for ax in axes:
         ax.set(xlim=(-0.1, 5.6), ylim=(5.3, -0.1), aspect="equal")
         ax.axis("off")
-    axes[0].set_title("the forward keeps one number a row", fontsize=10)
+    axes[0].set_title("instead of P the forward keeps one number a row", fontsize=10)
     axes[0].add_patch(plt.Rectangle((0, 0), 4, 4, fc="white", ls="--", **box))
     axes[0].text(2, 2, "P: N x N,\nnever stored", **text)
     axes[0].add_patch(plt.Rectangle((4.3, 0), 0.3, 4, fc=COLOURS[1], **box))

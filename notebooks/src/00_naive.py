@@ -19,9 +19,9 @@
 # ![Left, the 48 x 48 weights of 48 tokens. Right, tiles of 16 x 16 are visited row by row; m, l and O of their queries
 # are carried along.](../notebooks/figures/question_00.png)
 #
-# - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU. (The first cell names
-#   the **engine**: what runs a GPU's programs, its **kernels**.)
-# - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: after part 4.
+# - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU. (The **engine**, named by
+#   the first cell, runs **kernels**, a GPU's programs.)
+# - **Time:** about 55 minutes to read, 60 minutes more with the exercises. A good place to stop for today: after part 4.
 # - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py), the first of five **stages**. Each version, or
 #   **rung**, adds one idea.
 # - **Tests:** `pytest tests/test_step00_naive.py`. **Symbols:** [reference/symbols.md](../reference/symbols.md).
@@ -327,8 +327,8 @@ check("00.4", tile_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# The **contract** is a list of inputs for which every stage has to be right, compared with a reference in float64. A
-# stage may err twice as much as the matrix form in the same precision, plus a few roundings.
+# The **contract** is a list of inputs for which every stage has to be right, compared with a reference in float64.
+# Allowed is twice the error of the matrix form in the same precision, plus a few roundings.
 #
 # Now break one thing: `forward` passes 0 to `mask` instead of Nk - Nq. **Which kind of input will fail?**
 #
@@ -350,8 +350,8 @@ print(figures.contract(mask=top_left))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which inputs show which mistakes
 #
-# Rows are planted mistakes, columns kinds of input. In all of them the keys end inside the last tile (**ragged**),
-# which the code above cuts short. Later stages have tiles of a fixed size, and mask what lies behind the last key.
+# Rows are planted mistakes, columns kinds of input. In all of them the keys end inside the last tile (**ragged**); the
+# code above shortens that tile. Later stages have tiles of a fixed size, and mask what lies behind the last key.
 #
 # A white cell gives the right result: ordinary random scores do not show that the maximum is missing.
 

@@ -21,7 +21,7 @@
 # FlashAttention-2 K_j and V_j.](../notebooks/figures/question_01.png)
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about 65 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after part 3.
+# - **Time:** about 60 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after part 3.
 # - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), three rungs.
 # - **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** [papers/flash_attention.md](../papers/flash_attention.md).
@@ -45,9 +45,9 @@ print(steps.engine.describe())
 #
 # **In 16 bits (fp16) device memory is the bottleneck** of standard attention, which writes S and P there and reads each
 # once, as the paper counts. FlashAttention computes a tile of S, uses it and discards it, on the chip. In float32, as
-# here, arithmetic is slower, and the traffic takes no longer than it.
+# here, the slower arithmetic takes at least as long.
 #
-# **Shared memory is the next bottleneck.** In the time in which it delivers one number, the SM can do four
+# **Shared memory is the next bottleneck.** While it delivers one number, the SM can do four
 # **multiply-adds**, a b + c. The memories of an H200, on which the course was measured:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -64,8 +64,8 @@ print(figures.memories(N=4096, d=64))
 #
 # $$l_{new} = \alpha\, l + \beta\, l_b \qquad O_{new} = \frac{\alpha\, l}{l_{new}}\, O + \frac{\beta}{l_{new}}\, P V_j$$
 #
-# is the attention over all keys so far. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys. Multiplying
-# it by $\alpha$ replaces m by $m_{new}$, and multiplying $P V_j$ by $\beta$ replaces $m_b$.
+# is the attention over all keys so far. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys.
+# Multiplying it by $\alpha$ replaces m by $m_{new}$, and multiplying $P V_j$ by $\beta$ replaces $m_b$.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -109,9 +109,8 @@ figures.visits_of_O(V, visits())
 # `kernel[blocks, threads](arguments)`. `threadIdx` is a thread's number in its block, `blockIdx` the block's number, and
 # `cuda.grid(1)` the thread's number in the whole grid. A kernel may call functions marked `cuda.jit(device=True)`.
 #
-# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: all threads of
-# the block that are still running have to come to it before one goes on. `cuda.to_device` copies an array to device
-# memory.
+# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: no thread goes
+# on until all threads of the block that still run have come. `cuda.to_device` copies an array to device memory.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -130,7 +129,7 @@ print(out.copy_to_host())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the simulator shows
 #
-# Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show
+# Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It need not show
 # **races**, where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is
 # right all the same. So the tests also run the threads in order, and in reverse.
 
@@ -415,8 +414,7 @@ print(figures.speeds())
 # Patches in registers bring more than the order of the loops: from 1.7 to 20 TFLOP/s at d = 64.
 # `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third.
 #
-# In the backward `sdpa-math` is ahead. Five products are counted for all, but it has stored P, and computes four. That
-# alone makes it 25 % faster in this count; we did not look for more.
+# In the backward `sdpa-math` is ahead. Five products are counted for all, but it has stored P, and computes four. That alone makes it 25 % faster in this count; we did not look for more.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary

@@ -77,8 +77,8 @@ for m1, m2 in ((S[first].max(), S[second].max()), (S.max(), S.max())):
 # Row 5 of the output should be (6.83, 1.34), and is with one m. With two different m the parts are scaled differently,
 # and their sum gives the wrong (4.74, 1.32).
 #
-# Rows or keys: the choice returns *inside* a block, which consists of **warps**: 32 threads that run together, called
-# **lanes**. FlashAttention-1 gave each warp some keys of every row, so warps had to add up O through shared memory.
+# Rows or keys? A block, too, has to choose. It consists of **warps**: 32 threads that run together, called **lanes**.
+# FlashAttention-1's own code gave each warp some keys of every row, so warps had to add up O through shared memory.
 # FlashAttention-2 gives each warp some rows (section 3.3 of the paper).
 
 # %% slideshow={"slide_type": "fragment"}
@@ -359,7 +359,8 @@ figures.float32_speeds()
 # ## 6. Summary
 #
 # - Rows can be divided freely, and a row's keys among those who agree on m. Eight lanes do, with three shuffles.
-# - Barriers and shuffles stand where all come. What one order of threads hides another shows; some races none shows.
+# - Barriers and shuffles stand where all come. Another order of threads may show what one hides; some races stay
+#   hidden.
 # - A number that is fetched serves more than one multiply-add if a warp, not a thread, owns the rows.
 #
 # **Ask yourself**

@@ -20,7 +20,7 @@
 # Ldmatrix: 32, 1,024.](../notebooks/figures/question_02b.png)
 #
 # - **Before you start:** notebook 02a: the scalar kernel, warps and lanes, the emulation. No GPU: speeds are recorded.
-# - **Time:** about 70 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after
+# - **Time:** about 55 minutes to read, 120 minutes more with the exercises. A good place to stop for today: after
 #   `ldmatrix`.
 # - **Code:** [`fwd_2_mma.cu`](../steps/step02_fa2_cuda/fwd_2_mma.cu) to
 #   [`fwd_5_fa2.cu`](../steps/step02_fa2_cuda/fwd_5_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
@@ -134,9 +134,8 @@ show("fwd_2_mma", "scores")
 # `g` and `c` are the row and the first column that this lane has of a C fragment. `load_tile` moves 16 bytes a lane,
 # 512 a warp: that takes 4 wavefronts without any conflict.
 #
-# Now line [9]. Of the four numbers in S[n], two belong to row g and two to row g + 8. Exponentials are powers of two,
-# as the hardware computes them; so the scale contains log2(e). After these lines l and O are multiplied by alpha, and S
-# becomes P.
+# Now line [9]. Of the four numbers in S[n], two belong to row g and two to row g + 8. The hardware computes 2ˣ and not
+# eˣ, so the scale contains log2(e). After these lines l and O are multiplied by alpha, and S becomes P.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_2_mma", "for (int r = 0; r < 2; r++) {  // the rows g", until="l[r] *= alpha;")
@@ -176,7 +175,8 @@ check("02.6", keys_seen)
 # one word a cycle: a **bank conflict**.
 #
 # **Claim.** Cut each row into chunks of 16 bytes. Let row r keep its chunk c at position c XOR (r mod 8), a
-# **swizzle**. Then chunk c of any 8 neighbouring rows uses each of the 32 banks once. `plain` counts without a swizzle.
+# **swizzle**. Then chunk c of any 8 neighbouring rows uses each of the 32 banks once. `plain` counts without a swizzle,
+# four matrices an access.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.banks()
@@ -223,8 +223,8 @@ check("02.4", at)
 # device to shared memory, and the thread goes on. `cp_async_wait<0>` waits for the thread's *own* copies; only after
 # the barrier are all threads' copies there.
 #
-# **Predict 4.** Its wavefronts are exactly those of `ldmatrix`. It became 1.36 times as fast. How much of its time, at
-# least, had `ldmatrix` waited for tiles?
+# **Predict 4.** Its wavefronts are exactly those of `ldmatrix`. It became 1.36 times as fast. For which share of its
+# time, at least, did `ldmatrix` wait for tiles?
 #
 # <details><summary>Answer</summary>
 #
@@ -262,12 +262,6 @@ for rung in ("warp", "mma", "ldmatrix", "cp_async", "fa2"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A copy may land at any moment: in the emulation late, at its wait, or eagerly, at its start. Here are six edits. **One
 # does no harm. One is seen only if copies are late. Which?**
-#
-# <details><summary>Answer</summary>
-#
-# A tile too many: beyond the last key nothing is read. A missing wait: eager copies are in time.
-#
-# </details>
 
 # %% slideshow={"slide_type": "fragment"}
 print(planted.diffs("fwd_4_cp_async", figures.MISTAKES))
@@ -278,6 +272,12 @@ harmless = ["a tile too many fetched"]
 planted.seen_by("cp_async", figures.MISTAKES, names, harmless=harmless, **orders)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# <details><summary>Answer</summary>
+#
+# A tile too many: beyond the last key nothing is read. A missing wait: eager copies are in time.
+#
+# </details>
+#
 # **Bug hunt 02.bug1.** A report on a broken kernel, `show("02.bug1")`. Write a test that fails on it and passes on the
 # repaired one.
 

@@ -22,7 +22,7 @@
 #
 # - **Before you start:** notebook 00, its backward; 02a, a kernel in CUDA C++; for `bwd_1_fa2` also 02b, `mma`,
 #   `ldmatrix`.
-# - **Time:** about 60 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises. A good place to stop for today: before
 #   `bwd_1_fa2`.
 # - **Code:** [`bwd_0_scalar.cu`](../steps/step02_fa2_cuda/bwd_0_scalar.cu),
 #   [`bwd_1_fa2.cu`](../steps/step02_fa2_cuda/bwd_1_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
@@ -97,8 +97,8 @@ for says, dS in (("without", P * dP), ("with", P * (dP - delta[:, None]))):
 # | query tiles | dQ_i | dK and dV |
 #
 # They have to add **atomically**: in a plain `dq[e] += x` another block may write between the read and the write. Key
-# tiles outside is cheaper, because one matrix is added to, not two. Stage 01's rung 2 and stage 03 have a kernel for
-# each order, without atomic additions, and compute S and dP twice.
+# tiles outside is cheaper, because one matrix is added to, not two. Stage 01's rung 2 and stage 03 avoid atomic
+# additions: a kernel for each order, and each computes S and dP.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
@@ -137,9 +137,9 @@ print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 # | [15] | dQ_i += scale dS K_j, atomically | `add_dQ` (02.2) |
 # | [16–18] | dK_j += scale dSᵀ Q_i; dK_j, dV_j written once | `store_row` |
 #
-# dK_j and dV_j take 2 D registers of a thread, so all else lies in shared memory. Thread t reads *its own* row of K. It
-# has a spare word, `STRIDE = D + 1`: so a warp's 32 rows begin in different **banks** of shared memory, which can be
-# read at once.
+# dK_j and dV_j take 2 D registers of a thread, so all else lies in shared memory. Thread t reads *its own* row of K.
+# Rows have a spare word, `STRIDE = D + 1`: so a warp's 32 rows begin in different **banks** of shared memory, which can
+# be read at once.
 #
 # A block owns dK_j and knows when its sum is complete, so `store_row` multiplies it by the scale once. No block knows
 # when dQ_i is complete, so each multiplies its own part.
@@ -197,7 +197,7 @@ for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
 # yardstick from 02b on, takes no float32. So `bwd_0_scalar` is compared with PyTorch's `sdpa-efficient`:
 
 # %% slideshow={"slide_type": "fragment"}
-print("D = 96:", planted.block("bwd_0_scalar", 96))
+print("D=96:", planted.block("bwd_0_scalar", 96))
 print(measured.rung("bwd_0_scalar", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -248,8 +248,8 @@ check("02.3", row_delta)
 #
 # Whether `.trans` is used is one question, where a lane points is another. One `ldmatrix` fetches four matrices, a
 # piece of 16 x 16: lane t gives the address of row t % 8 of matrix t / 8. `mma` wants them in the order top left,
-# bottom left, top right, bottom right. dO_i is *stored like* the operand of dV. But K_j's tile *stores the transpose*
-# of K_jᵀ, the operand of S, and P's that of Pᵀ. There the four lie elsewhere:
+# bottom left, top right, bottom right. dO_i is *stored like* the operand of dV. But S needs K_jᵀ, and dV needs Pᵀ: the
+# tiles of K_j and P *store the transpose*. There the four lie elsewhere:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.addresses()
@@ -299,7 +299,11 @@ for rung in ("scalar", "fa2"):
 # Now five mistakes, each with the old line (-) and the new one (+). `true` and `false` of `add_product` say whether the
 # tile stores the transpose of the first operand, and of the second. **Which gradients will each spoil, and which of two
 # cases notice?** In the picture green is noticed, grey is not.
-#
+
+# %% slideshow={"slide_type": "fragment"}
+print(figures.diffs())
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
 # <details><summary>Answer</summary>
 #
 # dv needs neither delta nor a scale, but a wrong P spoils it. The diagonal is wrong only in a causal case with Nq !=
@@ -309,7 +313,6 @@ for rung in ("scalar", "fa2"):
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.diffs())
 figures.spoilt(figures.MISTAKES, ["ragged", "fewer_queries_causal"])
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -347,7 +350,8 @@ print(measured.rung("bwd_1_fa2", peer="sdpa-cudnn"))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
 #
-# - The forward keeps lse, one number a row. The backward makes P again from it, tile by tile, and rescales nothing.
+# - The forward keeps lse instead of P, one number a row. The backward makes P again from it, tile by tile, and rescales
+#   nothing.
 # - One gradient crosses blocks: with key tiles outside dq, added to atomically, in float32. From three key tiles on its
 #   last bits depend on the order.
 # - Three of the five products read an operand with `.trans`. P and dS go through shared memory.

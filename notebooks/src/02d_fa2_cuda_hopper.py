@@ -21,7 +21,7 @@
 # run side by side.](../notebooks/figures/question_02d.png)
 #
 # - **Before you start:** 02b, tensor cores. Hopper is emulated here; speeds were measured on an H200.
-# - **Time:** about 70 minutes to read, 60 minutes more with the exercises. To stop for today: after part 2.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises. To stop for today: after part 2.
 # - **Code:** `fwd_6_wgmma.cu`, `fwd_7_roles.cu` and `fwd_8_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
 
@@ -213,8 +213,8 @@ show("fwd_6_wgmma", "wgmma_fence();", until="int64_t first =")
 #
 # In `wgmma` all warpgroups wait for the slowest one, so that thread 0 can ask for the next tiles. In `roles` one thread
 # of an additional warpgroup does nothing but load. The consumers call `get` before a product, which waits on `full`,
-# and `release` after it, which arrives at `empty`. None waits for another. (One copy brings `BOX` of a tile's `SLABS`
-# slabs: all, or one where D is no multiple of 64.)
+# and `release` after it, which arrives at `empty`. None waits for another. (A copy brings `BOX` slabs: all `SLABS` of a
+# tile, or one where D is no multiple of 64.)
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_7_roles", peer="sdpa-cudnn"))
@@ -223,10 +223,9 @@ show("fwd_7_roles", "__device__ void load(const", until="// The consumers: waits
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 8, `hopper`: overlap and turns
 #
-# *Within* a warpgroup (switch OVERLAP): two products start together: Q_i Kᵀ with the next tile of keys, and P V with
-# the tile of keys before it, whose P is already known. The softmax of the new S then runs while O is computed.
-# *Between* warpgroups (PINGPONG): `ping_pong.wait` lets one group at a time start its products, `ping_pong.pass` lets
-# the other one start behind them.
+# *Within* a warpgroup (switch OVERLAP): two products start together: S of the next tile of keys, and P V of the tile
+# before, whose P is known. The softmax of the new S then runs while O is computed. *Between* warpgroups (PINGPONG):
+# `ping_pong.wait` lets one group at a time start its products, `ping_pong.pass` lets the other one start behind them.
 #
 # Blocks are *persistent*: each SM runs one block, which takes one tile of queries after the other. So the next tile of
 # queries is loaded while the consumers finish this one.
@@ -249,8 +248,8 @@ check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # And here is how a consumer starts its products. `beside` is false where no O is left to compute, as at the start of a
-# block. A later tile of queries begins beside the last O of the one before, unless the warpgroup skips its last keys
-# (causal). A *block of keys* in the comments is a tile of keys.
+# block. Keys come from the last to the first. A later tile of queries begins beside the last O of the one before,
+# unless a causal mask lets it skip keys. A *block of keys* in the comments is a tile of keys.
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_8_hopper", peer="sdpa-cudnn"))
@@ -331,7 +330,7 @@ check("02.bug2", test)
 #
 # </details>
 #
-# FlashAttention-3's own kernel has the same two ideas. All bars are of one run. Dashed: the datasheet's peak.
+# FlashAttention-3's own kernel has OVERLAP and PINGPONG, too. All bars are of one run. Dashed: the datasheet's peak.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.rungs_on_hopper()

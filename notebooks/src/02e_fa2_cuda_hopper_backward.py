@@ -22,7 +22,7 @@
 #
 # - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, schedules). Hopper is emulated here;
 #   speeds were measured on an H200.
-# - **Time:** about 55 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
 # - **Code:** `bwd_1_fa2.cu`, `bwd_2_wgmma.cu` and `bwd_3_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -76,8 +76,8 @@ for n in (64, 128):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which operand can stay in registers?
 #
-# A product leaves its result in registers. There it can be the first operand of the next product if that one has the
-# same rows. A block owns keys. It can compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
+# A product leaves its result in registers. It can stay there as the first operand of a product with the same rows. A
+# block owns keys. It can compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
 #
 # | product | sums over | rows of its result | first operand, with S | with Sᵀ |
 # |---|---|---|---|---|
@@ -118,8 +118,8 @@ print(f"dQ's row 0 over all keys: {dQ[0, 0]:.2f} {dQ[0, 1]:.2f}")
 figures.five_products()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At D = 128 three of five products still take all of the bandwidth. Against S, dV and dK read 16 KiB less each, dQ 32
-# more: no gain but that P is not stored.
+# At D = 128 three of five products still take all of the bandwidth. With Sᵀ, dV and dK read 16 KiB less each, dQ 32
+# more: only P's store is saved.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -205,7 +205,7 @@ for D in (64, 128):
 # ### The order of dQ
 #
 # A warp adds its 1,024 numbers of dQ_i to memory, 32 a lane. If it added them row by row, the lanes of a warp would
-# write to scattered places. But the sum does not care about the order, as long as *every* block uses the same one. So
+# write to scattered places. But dq may have any layout, as long as *every* block uses the same one. So
 # four registers at a time go to memory, lane beside lane (`atomic_add_4` adds four neighbours at once):
 
 # %% slideshow={"slide_type": "fragment"}

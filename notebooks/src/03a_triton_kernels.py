@@ -20,7 +20,7 @@
 # Triton, which lane has which number in all but Triton.](../notebooks/figures/question_03a.png)
 #
 # - **Before you start:** notebook 00 (tiles, online softmax, lse, delta); what a block and shared memory are. Linux.
-# - **Time:** about 65 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
+# - **Time:** about 55 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md),
 #   [figures](../steps/course/figures/n03a_triton_kernels.py).
 # - **Tests:** `pytest tests/test_step03_triton.py`.
@@ -344,12 +344,6 @@ check("03.3", online_update)
 # Five mistakes are planted in `fwd_0_fused.py`, one at a time. Each meets five cases of the **contract**, which is what
 # every stage promises. **Which mistake lives through all five? Which dies only with grouped heads?**
 #
-# <details><summary>Answer</summary>
-#
-# 32-bit offsets live: only a tensor of 2³¹ elements would show them. `h % Hk` dies only with grouped heads.
-#
-# </details>
-#
 # A line names the cases that fail, and the mistake in `reference/mutants.py` that fails alike. "Beside
 # the tensor" means that a load outside of it was stopped. Below stands what was changed.
 
@@ -357,6 +351,12 @@ check("03.3", online_update)
 figures.mistakes_against_cases()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
+# <details><summary>Answer</summary>
+#
+# 32-bit offsets live: only a tensor of 2³¹ elements would show them. `h % Hk` dies only with grouped heads.
+#
+# </details>
+#
 # **Bug hunt 03.bug1:** in each tile lse is wrong for the second half of the queries. `python -m steps check 03.bug1`
 # tells the rest.
 #

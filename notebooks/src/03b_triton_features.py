@@ -20,7 +20,7 @@
 # ![Queries against keys: a window is a band, packed sequences are triangles, decoding is one row.](../notebooks/figures/question_03b.png)
 #
 # - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta. Linux.
-# - **Time:** about 65 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
+# - **Time:** about 55 minutes to read, 60 minutes more with the exercises. To stop for today: before part 4.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md): `features/`, with `flash*.py`, `scores.py`, `decode.py`;
 #   [figures](../steps/course/figures/n03b_triton_features.py).
 # - **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`.

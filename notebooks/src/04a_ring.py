@@ -20,7 +20,7 @@
 # from the last rank back to the first.](../notebooks/figures/question_04a.png)
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta). No distributed programming.
-# - **Time:** about 55 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md). No GPU is needed.
 # - **Tests:** `pytest tests/test_step04_ring.py`.
 # - **Symbols:** in this stage S is the length of the sequence, N the number of devices, and $s_{ij}$ a score
@@ -193,7 +193,7 @@ print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 # | [6–8] merge | `merge.py`: `merge` |
 #
 # In the function, `src` is the rank whose keys have come, and `work` names the queries and keys to compute. n' counts
-# the next rank's positions. `to_the_end` takes the steps that are left if a block raises, as other ranks wait for them.
+# the next rank's positions. If a block raises, `to_the_end` still takes the other steps, for which other ranks wait.
 # `transport` is how keys travel: here **relay**, the hops from neighbour to neighbour. With another, **fetch**, each
 # rank copies keys from their owner (04b).
 #
@@ -248,8 +248,8 @@ def reverse_step(rank, step, N):
 
     src is the rank whose K and V are at hand. kv_to is the rank that K and V are sent to
     while the block is computed, and dkv_to the one that the sums of their dK and dV are
-    sent to after it; None where they have arrived at their owner. A rank has stored only
-    the K and V that the forward ended with, so that it needs its own back, too.
+    sent to after it; None once they have come home. A rank kept only the K and V that the
+    forward ended with, so its own have to come back, too.
     """
     raise Blank
 
@@ -279,9 +279,9 @@ figures.who_computes()
 # 1/2, as half of it is hidden. (The figure's small ones show 3 scores of 4.) The last rank has N - 1/2 blocks to
 # compute, the mean rank N / 2. So the mean rank computes N / (2N - 1) of the time: 4/7 with four ranks.
 #
-# The timelines are a model of 32k positions: what if hops and blocks ran beside each other, each as fast as recorded on
-# H200s? (Relay on GPUs hides little, and takes twice as long: 04b, part 6.) A hop starts when sender and receiver have
-# both posted it. The black line belongs to the receiver.
+# The timelines are a model of 32k positions, as if hops and blocks overlapped fully, each as fast as recorded on H200s.
+# (Relay on GPUs hides little, and takes twice as long: 04b, part 6.) A hop starts when sender and receiver have both
+# posted it. The black line belongs to the receiver.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.timeline("contiguous")
@@ -317,7 +317,8 @@ check("04.3", visible_part)
 #
 # <details><summary>Answer</summary>
 #
-# Both. Only in striped has a block with keys of a *later* rank a diagonal.
+# Both: without a causal mask no block has a diagonal to get wrong. Only in striped a block with keys of a *later* rank
+# has one.
 #
 # </details>
 
@@ -363,7 +364,8 @@ print(figures.layouts_measured())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - (out, lse) is all that must be kept of the keys seen so far; two such pairs merge exactly, in any order.
+# - (out, lse) is all that must be kept of the keys seen so far; two such pairs merge in any order, the same up to
+#   rounding.
 # - Queries stay, keys and values travel: N blocks, N - 1 hops, each posted before the block that hides it.
 # - The backward uses the final lse and delta in every block, and the ring turns round.
 # - The slowest rank of a step sets the pace. Under a causal mask contiguous wastes up to half, zigzag nothing.

@@ -155,10 +155,10 @@ for name in ("query_parallel", "ring", "star", "ulysses"):
 # **barrier**, which no rank passes before all have come. In the backward each rank copies its part of dK and dV to the
 # owner, which adds the parts in float32.
 #
-# **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order. Between two
-# ([`side.py`](../steps/step04_ring/ranks/side.py)) only an **event** keeps an order: one stream notes it, the other
-# waits for it. `lead` lets a block wait until its K and V have been copied, `follow` the next copy into a buffer until
-# the block has read the old keys. Without one of these waits the results are wrong now and then, and nothing complains.
+# **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order. Across streams
+# ([`side.py`](../steps/step04_ring/ranks/side.py)) only an **event** keeps an order: one stream records it, the other
+# waits for it. `lead`: a block waits until its K and V are copied. `follow`: the next copy into a buffer waits until
+# the block has read it. Without one of these waits the results are wrong now and then, and nothing complains.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.two_streams()
@@ -235,8 +235,8 @@ figures.mistakes_in_a_model()
 # ## 6. Predict, then measure
 #
 # Two and four H200 of one host, causal zigzag. **At which lengths does the ring over fetch keep about nine tenths of
-# the GPUs' speed? In the forward relay sends the same bytes, at 0.89 of fetch's rate. How much longer does its forward
-# take on four?**
+# the GPUs' speed? Relay's forward sends the same bytes, at 0.89 of fetch's rate. How much longer does it take on four
+# GPUs, at 32k and at 128k?**
 #
 # <details><summary>Answer</summary>
 #

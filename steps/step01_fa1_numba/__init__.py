@@ -34,6 +34,6 @@ SUPPORTS = {
     "order": "fa1" if engine.name == "cpu" else "fa2",  # the default rung's order of tiles, for reference/mutants.py
     "title": "FlashAttention-1 in Numba CUDA",
     "notebooks": ("01_fa1_numba",),
-    "minutes": 65,  # to read
+    "minutes": 60,  # to read
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

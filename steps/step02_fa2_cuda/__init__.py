@@ -30,6 +30,6 @@ SUPPORTS = {
     "title": "FlashAttention-2 in CUDA C++, forward and backward",
     "notebooks": ("02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
                   "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward"),  # fmt: skip
-    "minutes": 315,  # to read
+    "minutes": 265,  # to read
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -29,7 +29,7 @@ SUPPORTS = {
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
     "title": "FlashAttention-2 fused in Triton",
     "notebooks": ("03a_triton_kernels", "03b_triton_features"),
-    "minutes": 130,  # to read
+    "minutes": 110,  # to read
 }
 
 

@@ -42,7 +42,7 @@ SUPPORTS = {
     "order": "fa2",
     "title": "Ring attention with torch.distributed",
     "notebooks": ("04a_ring", "04b_strategies"),
-    "minutes": 105,  # to read
+    "minutes": 100,  # to read
 }
 
 
