@@ -312,8 +312,9 @@ def test_fits(monkeypatch):
 
     assert fits(8, 32, 8, 1, 32768) and fits(1, 32, 32, 1, 1024) and fits(1, 64, 1, 1, 4096) and fits(1, 8, 8, 64, 4096)
     assert not fits(1, 32, 32, 1, 1023)  # few keys
-    assert not fits(132, 1, 1, 1, 4096)  # a program for each head fills the GPU,
-    assert fits(132, 2, 1, 1, 4096)  # but would read shared keys twice
+    assert fits(8, 32, 32, 1, 8192) and fits(132, 1, 1, 16, 4096)  # 2.95 TB/s on an H100, a rung 2.63
+    assert not fits(132, 1, 1, 17, 4096)  # a program for each head fills the GPU,
+    assert fits(132, 2, 1, 17, 4096)  # but would read shared keys twice
     assert not fits(1, 65, 1, 1, 4096) and not fits(1, 8, 8, 65, 4096)  # more rows than a tile
 
 

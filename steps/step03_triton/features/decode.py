@@ -195,9 +195,13 @@ def multiprocessors(device):  # Triton's interpreter counts as a GPU with 6, so 
 
 
 def fits(q, k):
-    """Whether queries are few and keys many, and key heads are fewer than multiprocessors, or shared by query heads."""
+    """Whether `forward` is faster than a rung: keys are many, and the rows of a key head are few.
+
+    More rows than a tile of 16 pay only if a rung would leave multiprocessors empty, or read shared keys again.
+    """
     (B, H, Nq, _), (Hk, Nk) = q.shape, k.shape[1:3]
-    return Nq * H <= 64 * Hk and Nk >= LEAST_KEYS and (B * Hk < multiprocessors(q.device) or H > Hk)
+    alone = B * Hk < multiprocessors(q.device) or H > Hk
+    return Nq * H <= (64 if alone else 16) * Hk and Nk >= LEAST_KEYS
 
 
 def check(q, alibi_slopes, lengths_k, splits):
