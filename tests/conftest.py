@@ -39,7 +39,8 @@ BUDGETS = {  # in seconds on 2 cores without a GPU; a file that takes five times
     "test_step04_faults.py": 45, "test_step04_strategies.py": 60, "test_step04_simulate.py": 15,
     "test_bench_ring.py": 15, "test_figures.py": 10, "test_claims.py": 10, "test_puzzle.py": 5, "test_site.py": 5,
     "test_site_scripts.py": 10, "test_notebook_puzzles.py": 5,
-    "test_step03_flash_gluon.py": 40, "test_step03_roles.py": 10, "test_step03_backward_roles.py": 5,
+    "test_step03_flash_gluon.py": 40, "test_step03_flash_gluon_backward.py": 20, "test_step03_roles.py": 10,
+    "test_step03_backward_roles.py": 10,
     "test_terminal.py": 10, "test_wheel.py": 20, "test_verdicts.py": 25, "test_reports.py": 30, "test_hub.py": 10,
 }  # fmt: skip
 # A process runs a file as a whole, but of these so many parts, so that at the end none waits for a long file alone.

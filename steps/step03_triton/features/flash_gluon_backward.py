@@ -14,7 +14,9 @@ It is bwd_2_gluon.py, five products for each pair of tiles where flash_kernels.p
     sinks      lse contains the sink, so nothing changes but delta_kernel, which gives its gradient, too.
 
 dq changes in its last bits from run to run, because it is added up in any order. Left out: masks, ALiBi, carried out
-and lse, positions that do not begin at 0, head_dims below 64 and above 128: flash.py has these.
+and lse, positions that do not begin at 0, head_dims below 64 and above 128: flash.py has these. Not faster: both edges
+of a window in one loop, with two comparisons or with one of numbers without a sign.
+Spills: 8 to 44 words in a step with dropout or a soft-cap, fewer in one without; Triton 3.9 spills more, not timed.
 Sources: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1; for dropout in the backward FlashAttention,
 Algorithm 4. Launch: grid (sequences * Hk * ceil(longest Nk / 128),), 12 warps, one program a multiprocessor. Needs
 torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_2_gluon.py, fwd_3_gluon.py, scheduler.py, replay.py, flash.py,
