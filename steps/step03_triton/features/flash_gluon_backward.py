@@ -104,7 +104,7 @@ class WorkTile(NamedTuple):
     stats: Any  # where their numbers of lse_2 and delta begin
 
 
-class Place(NamedTuple):
+class Program(NamedTuple):
     """What a consumer needs in every step."""
 
     operands: Any
@@ -119,6 +119,7 @@ class Place(NamedTuple):
 
 @gluon.jit
 def work_tile(call, D_pad: gl.constexpr, Br: gl.constexpr, LONGEST_FIRST: gl.constexpr):
+    """The WorkTile of this program. In a packed sequence that is shorter than the longest one, it may have no key."""
     H, group, Nq, Nk = call.lengths
     tile, head = schedule(gl.cdiv(Nk, Bc), LONGEST_FIRST, Nk, D_pad)
     Hk = H // group
@@ -193,13 +194,13 @@ def kept(call, work, h, i, S):
 
 
 @gluon.jit
-def step(state, at, dq, t, n, h, EARLY: gl.constexpr, LATE: gl.constexpr):
+def step(state, program, dq, t, n, h, EARLY: gl.constexpr, LATE: gl.constexpr):
     """bwd_2_gluon.step with the features, for a tile of queries of head h.
 
     EARLY and LATE: whether the tile may have queries that are too early, or too late, to see some of the keys.
     """
     S, dK, dV = state
-    operands, queries, dS_stages, ready, call, work, first, steps = at
+    operands, queries, dS_stages, ready, call, work, first, steps = program
     Br: gl.constexpr = S.shape[1]
     dtype: gl.constexpr = queries.Q.dtype
     stage = n % STAGES
@@ -252,20 +253,20 @@ def consume(dq, dk, dv, queries, keys, dS, ready, work, call, scale, NARROW: gl.
             K_left = load_pairs(K)
         dK = gl.full((Bc, D_pad), 0, gl.float32, layout(D_pad))
         operands, steps = Operands(K_left, K, V), (end - begin) * call.lengths.group
-        at = Place(operands, queries, dS, ready, call, work, first, steps)
+        program = Program(operands, queries, dS, ready, call, work, first, steps)
         S = warpgroup_mma_wait(0, (scores(K_left, queries, 0),))
         state, n = (S, dK, dK), 0
         for g in range(call.lengths.group):
             h = work.queries.h + g
             dq_g = dq + (work.sums + h * call.tiles_of_head).to(gl.int64) * (Br * D_pad)
             for passed in range(0, end - full):
-                state = step(state, at, dq_g, end - 1 - passed, n, h, False, True)
+                state = step(state, program, dq_g, end - 1 - passed, n, h, False, True)
                 n += 1
             for t in range(begin, whole):
-                state = step(state, at, dq_g, t, n, h, True, NARROW)
+                state = step(state, program, dq_g, t, n, h, True, NARROW)
                 n += 1
             for passed in range(0, full - whole):
-                state = step(state, at, dq_g, full - 1 - passed, n, h, False, False)
+                state = step(state, program, dq_g, full - 1 - passed, n, h, False, False)
                 n += 1
         S, dK, dV = state
         if call.seed is not None:
