@@ -224,8 +224,8 @@ def whole(given):
 def test_which_backwards_take_it(monkeypatch):
     sinks = {"sinks": torch.zeros(2)}
 
-    def picked(D, keys=32, **given):
-        q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (32, keys))
+    def picked(D, keys=32, dtype=torch.bfloat16, **given):
+        q, k = (torch.zeros(1, 2, N, D, dtype=dtype) for N in (32, keys))
         kernel, how = features.backward_kernel(q, k, whole(given), ()) or (None, None)
         assert kernel in (None, flash.backward) or how["window"] == given.get("window")
         return kernel
@@ -242,6 +242,11 @@ def test_which_backwards_take_it(monkeypatch):
         assert picked(128, **wide, **more) is flash.backward
     for given in ({"window": (-1, 0)}, {"window": (512, 9), "causal": True}, {"window": (500, 12)}):
         assert picked(128, **given) is flash_gluon_backward.backward
+    # In float16 dS of keys that do not exist may be infinite.
+    for keys, given in ((255, wide), (256, PACKED)):
+        assert picked(128, keys, torch.float16, **given) is flash.backward
+    for keys, given in ((256, wide), (255, sinks)):
+        assert picked(128, keys, torch.float16, **given) is flash_gluon_backward.backward
     few = {"window": (500, 11)}, {"window": (511, 9), "causal": True}, PACKED | {"max_seqlen_q": 511}
     for D, given in ((40, sinks), (136, wide), *((128, given) for given in few)):
         assert picked(D, **given) is flash.backward

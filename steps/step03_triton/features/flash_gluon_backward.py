@@ -244,7 +244,8 @@ def consume(dq, dk, dv, queries, keys, dS, ready, work, call, scale, NARROW: gl.
     D_pad: gl.constexpr = queries.Q.shape[-1]
     begin, whole, full, end = work.tiles
     if work.j < work.keys.N:
-        # Keys and queries that do not exist need no mask: K, V, Q and dO are 0 there, and results are not stored.
+        # Keys and queries that do not exist need no mask: K, V, Q and dO are 0 there, and results are not stored. But
+        # dS has to be finite: see `fits`.
         first = work.first + gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
         mbarrier.wait(keys.full.index(0), 0)
         K, V = matrix(keys.K, 0), matrix(keys.V, 0)
@@ -311,9 +312,16 @@ def packed_dq_kernel(
         tl.store(place, tile.to(dq.dtype.element_ty), mask=(row < N) & (column < D))
 
 
-def fits(q, asked):
-    """Whether `backward` takes q, and is faster than flash.py. asked: the features in use and causal, {name: value}."""
+def fits(q, k, asked):
+    """Whether `backward` takes q and k, and is faster than flash.py. asked: features in use and causal, {name: value}.
+
+    In float16 every tile of keys has to be whole: in a ragged one dS of a key that does not exist is -P delta, which
+    may be too large for float16, and infinity times the 0 in K_j would be NaN in dq.
+    """
     if asked.keys() - {*OPTIONS} or q.shape[-1] < 64 or q.numel() == 0:
+        return False
+    plain = not asked.keys() - {"causal", "scale", "sinks"}  # bwd_2_gluon.py, which masks such keys
+    if q.dtype == torch.float16 and not plain and ("cu_seqlens_q" in asked or k.shape[2] % Bc.value):
         return False
     left, right = asked.get("window", (-1, -1))
     right = 0 if asked.get("causal") else right
