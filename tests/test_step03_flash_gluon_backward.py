@@ -136,6 +136,9 @@ def test_what_the_kernel_is_given(D, launched):
         assert found["starts_q"] is found["seed"] is None and found["tiles_of_head"] == -(-300 // Br)
         assert found["to_cap"] == pytest.approx(D**-0.5 / 2) and found["c"] == pytest.approx(2 * math.log2(math.e))
         assert found["scale"] == D**-0.5, "dX is multiplied by it"
+    sinks, delta = torch.tensor([0.0, 1.0, -1.0, 0.5]), (q.float() ** 2).sum(-1)[0, :, :190].sum(-1)
+    (*_, dsinks), _ = backward(sinks=sinks, **packed)
+    torch.testing.assert_close(dsinks, -sinks.exp() * delta)  # all lse are 0
     count = len(launched)
     for causal in (False, True):
         _, found = backward(sinks=torch.zeros(4), causal=causal)
@@ -151,6 +154,8 @@ def test_options_with_which_it_would_read_what_is_not_there(given, launched):
     q = torch.zeros(2, 4, 30, 72, dtype=torch.float16)
     with pytest.raises(ValueError, match="must be|must have shape|at least 0"):
         flash_gluon_backward.backward(q, q, q, q, q, q[..., 0].float(), **given)
+    with pytest.raises(TypeError, match="has no alibi_slopes; flash.backward has it"):
+        flash_gluon_backward.backward(q, q, q, q, q, q[..., 0].float(), alibi_slopes=torch.zeros(4))
     assert not launched
 
 
@@ -209,7 +214,7 @@ def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
     assert len(seen) == before + 1 and of_first.shape == (4,), "three dimensions"
 
 
-STARTS = torch.tensor([0, 10, 32], dtype=torch.int32)
+STARTS = torch.tensor([0, 32], dtype=torch.int32)
 PACKED = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=512, max_seqlen_k=512)
 DROPOUT = {"dropout_p": 0.1, "seed": torch.tensor(7)}
 
@@ -224,8 +229,8 @@ def whole(given):
 def test_which_backwards_take_it(monkeypatch):
     sinks = {"sinks": torch.zeros(2)}
 
-    def picked(D, keys=32, dtype=torch.bfloat16, **given):
-        q, k = (torch.zeros(1, 2, N, D, dtype=dtype) for N in (32, keys))
+    def picked(D, keys=32, dtype=torch.bfloat16, queries=256, **given):
+        q, k = (torch.zeros(1, 2, N, D, dtype=dtype) for N in (queries, keys))
         kernel, how = features.backward_kernel(q, k, whole(given), ()) or (None, None)
         assert kernel in (None, flash.backward) or how["window"] == given.get("window")
         return kernel
@@ -233,8 +238,7 @@ def test_which_backwards_take_it(monkeypatch):
     assert picked(128, **sinks) is flash.backward, "there is no Hopper GPU"
     monkeypatch.setattr(fwd_3_gluon, "refusal", lambda q: None)
     wide, capped = {"window": (2000, 0)}, {"softcap": 50.0}
-    everything = PACKED | wide | capped | DROPOUT | sinks
-    taken = sinks, sinks | {"causal": True, "scale": 0.3}, wide, capped, PACKED, DROPOUT, everything
+    taken = sinks, sinks | {"causal": True, "scale": 0.3}, wide, capped, PACKED, DROPOUT, PACKED | wide | capped | sinks
     for D, given in itertools.product((64, 72, 128), taken):
         assert picked(D, **given) is flash_gluon_backward.backward
     others = {"mask": torch.zeros(32, 32)}, {"alibi_slopes": torch.zeros(2)}, {"first_key": 3}
@@ -242,6 +246,10 @@ def test_which_backwards_take_it(monkeypatch):
         assert picked(128, **wide, **more) is flash.backward
     for given in ({"window": (-1, 0)}, {"window": (512, 9), "causal": True}, {"window": (500, 12)}):
         assert picked(128, **given) is flash_gluon_backward.backward
+    assert picked(128, **capped, **DROPOUT) is flash.backward, "too many registers are spilled"
+    assert picked(128, queries=255, **PACKED) is flash.backward, "sums of many short sequences take much memory"
+    for D, kernel in ((64, flash.backward), (72, flash_gluon_backward.backward)):
+        assert picked(D, 128, torch.float16, **capped) is picked(D, 128, torch.float16, **DROPOUT) is kernel
     # In float16 dS of keys that do not exist may be infinite.
     for keys, given in ((255, wide), (256, PACKED)):
         assert picked(128, keys, torch.float16, **given) is flash.backward
@@ -298,7 +306,8 @@ def test_packed(of_q, of_k, D, dtype):
     given = {f"cu_seqlens_{x}": torch.tensor(n, dtype=torch.int32, device="cuda") for x, n in starts.items()}
     given |= {"max_seqlen_q": max(of_q), "max_seqlen_k": max(of_k)}
     q, k, v = tensors(1, 4, 2, sum(of_q) + 9, sum(of_k) + 30, D, dtype)
-    for more in ({}, {"causal": True}, {"window": (50, 0)}, {"softcap": 2.0}, DROPOUT | {"causal": True}):
+    sinks = {"sinks": torch.tensor([-math.inf, 7.0, -2.0, 100.0])}
+    for more in ({}, {"causal": True}, {"window": (50, 0)}, {"softcap": 2.0}, DROPOUT | {"causal": True}, sinks):
         check(q, k, v, **given, **on_gpu(more))
     apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))  # (B, N, H, D) in memory
     check(*apart, **given)

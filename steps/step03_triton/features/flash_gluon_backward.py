@@ -6,17 +6,17 @@ It is bwd_2_gluon.py, five products for each pair of tiles where flash_kernels.p
     window     The keys of a tile are seen by the queries from the first key's left edge to the last key's right edge.
                First come the tiles of queries that an edge cuts, which need a mask, and then the others.
     packed     Tiles are read and written by descriptors that end where a sequence ends: `ragged` in flash_gluon.py.
-               The numbers of lse and delta behind a sequence's end are those of the next one, and count as 0.
+               Behind a sequence's end lie other numbers of delta, which count as 0.
     soft-cap   S^T becomes tanh(S^T scale / softcap), and dS^T is multiplied by the derivative, 1 - tanh^2.
     dropout    P^T is dropped for dV, dP^T for dS^T. A warp has 16 keys, those of one call of the generator Philox, and
                all queries of a tile: each lane makes the calls of some queries, turns the 16 bytes of a call into 16
                bits, and gives them to the lanes that have scores of this query.
     sinks      lse contains the sink, so nothing changes but delta_kernel, which gives its gradient, too.
 
-dq changes in its last bits from run to run, because it is added up in any order. Left out: masks, ALiBi, carried out
-and lse, positions that do not begin at 0, head_dims below 64 and above 128: flash.py has these. Not faster: both edges
-of a window in one loop, with two comparisons or with one of numbers without a sign.
-Spills: 8 to 44 words in a step with dropout or a soft-cap, fewer in one without; Triton 3.9 spills more, not timed.
+dq changes in its last bits from run to run, because it is added up in any order. Left out: masks, ALiBi, first_query
+and first_key, head_dims below 64 and above 128: flash.py has these. Not faster: both edges of a window in one loop, with
+two comparisons or with one of numbers without a sign.
+Spills in bfloat16: up to 26 words in a step, with dropout 44. float16 and pairs of features spill more: see `fits`.
 Sources: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1; for dropout in the backward FlashAttention,
 Algorithm 4. Launch: grid (sequences * Hk * ceil(longest Nk / 128),), 12 warps, one program a multiprocessor. Needs
 torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_2_gluon.py, fwd_3_gluon.py, scheduler.py, replay.py, flash.py,
@@ -71,7 +71,7 @@ OPTIONS = (
     "causal", "scale", "window", "softcap", "sinks", "dropout_p", "seed", "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen_q", "max_seqlen_k",
 )  # fmt: skip
-FEW = 512  # queries that see a key; where there are fewer, flash.py was faster
+FEW = 512  # In a narrower window, and in shorter packed sequences, flash.py was faster.
 NUMBERS = "H", "group", "Nq", "Nk", "left", "right", "tiles_of_head", "threshold"
 
 
@@ -326,7 +326,11 @@ def fits(q, k, asked):
     left, right = asked.get("window", (-1, -1))
     right = 0 if asked.get("causal") else right
     few = min(left, right) >= 0 and left + right < FEW or asked.get("max_seqlen_q", FEW) < FEW
-    return not few and bwd_2_gluon.refusal(q) is None
+    hard = {"softcap", "dropout_p"} & asked.keys()  # Both together, or one in float16 at 64, spill too many registers.
+    hard = len(hard) == 2 or hard and q.dtype == torch.float16 and q.shape[-1] == 64
+    if "cu_seqlens_q" in asked and 128 * len(asked["cu_seqlens_q"]) > q.shape[2]:
+        return False  # A sequence has a tile of sums or more, which would take memory if all are short.
+    return not (few or hard) and bwd_2_gluon.refusal(q) is None
 
 
 @replayed
@@ -336,6 +340,10 @@ def backward(record, dout, q, k, v, out, lse, **options):
     dq changes in its last bits from run to run. head_dim is 64 to 128, and there is at least one query and one key.
     """
     check_options(q, **options)
+    if others := options.keys() - {*OPTIONS}:
+        raise TypeError(f"the backward in one sweep has no {min(others)}; flash.backward has it.")
+    if reason := bwd_2_gluon.refusal(q):
+        raise ValueError(f"the backward in one sweep {reason}.")
     sequences, Nq, Nk, f = prepare(record, q, k, **options)
     (B, H, total, D), packed = q.shape, f.cu_seqlens_q is not None
     tiles, stride = triton.cdiv(Nq, 64), row_stats_stride(total, sequences if packed else 0)
