@@ -14,8 +14,8 @@ It is bwd_2_gluon.py, five products for each pair of tiles where flash_kernels.p
     sinks      lse contains the sink, so nothing changes but delta_kernel, which gives its gradient, too.
 
 dq changes in its last bits from run to run, because it is added up in any order. Left out: masks, ALiBi, first_query
-and first_key, head_dims below 64 and above 128: flash.py has these. Not faster: both edges of a window in one loop, with
-two comparisons or with one of numbers without a sign.
+and first_key, head_dims below 64 and above 128: flash.py has these. Not faster: both edges of a window in one loop,
+with two comparisons or with one of numbers without a sign.
 Spills in bfloat16: up to 26 words in a step, with dropout 44. float16 and pairs of features spill more: see `fits`.
 Sources: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1; for dropout in the backward FlashAttention,
 Algorithm 4. Launch: grid (sequences * Hk * ceil(longest Nk / 128),), 12 warps, one program a multiprocessor. Needs
