@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from reference import attention
 from steps import __main__, catalogue, engine
 from steps.course.bench import __main__ as measuring
-from steps.course.bench import ablations, cost, grid, peers, profile, report, rows, timing, tune
+from steps.course.bench import ablations, cost, fa3_jax, grid, peers, profile, report, rows, timing, tune
 from steps.course.bench.cost import Point
 from steps.step02_fa2_cuda import calls, emulator, ladder
 from support.made_rows import LOAD, of_02, peer_row, row
@@ -195,6 +195,22 @@ def packages(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", dense_alone)
 
+    def from_dlpack(x):
+        assert x.is_contiguous() and not x.requires_grad
+        return x
+
+    def vjp(function, *inputs):
+        with torch.enable_grad():
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            out = function(*leaves)
+        return out.detach(), lambda dout: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    stand_in = SimpleNamespace(jit=lambda function: function, vjp=vjp, dlpack=SimpleNamespace(from_dlpack=from_dlpack))
+    monkeypatch.setitem(sys.modules, "jax", stand_in)
+    of_jax = SimpleNamespace(flash_mha=lambda *qkv, is_causal: dense(*qkv, is_causal)[0])
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", of_jax)
+    monkeypatch.setattr(fa3_jax, "compiled", fa3_jax.compiled.__wrapped__)
+
 
 @pytest.mark.parametrize("heads", [4, 2])
 def test_peers_compute_attention_and_never_fall_back(packages, heads):
@@ -208,16 +224,22 @@ def test_peers_compute_attention_and_never_fall_back(packages, heads):
         peers.PEERS["sdpa-math"](few, k, v, True)
     with pytest.raises(RuntimeError):
         peers.PEERS["sdpa-cudnn"](q, k, v)
-    with pytest.raises(NotImplementedError, match="has no backward"):
-        grid.a_peer("fa3").call((q, q, k, v), "bwd", True)
+    fa3, want = grid.a_peer("fa3"), attention.backward(q, q, k, v, causal=True)
+    backward = fa3.call((q, q, k, v), "bwd", True)
+    for _ in range(2):
+        assert all((x - y).abs().max() < 1e-5 for x, y in zip(backward(), want, strict=True))
+    with pytest.raises(NotImplementedError, match="has no backward without a causal mask"):
+        fa3.call((q, q, k, v), "bwd", False)
 
 
 def test_a_peer_is_named_with_its_version(monkeypatch):
-    installed = {"torch": "2.11.0", "flash-attn-4": "4.0.0b36", "fa3-fwd": "0.0.3"}
+    installed = {"torch": "2.11.0", "flash-attn-4": "4.0.0b36", "fa3-fwd": "0.0.3", "flash-attn3-jax": "0.2.3"}
     monkeypatch.setattr(peers.metadata, "version", installed.get)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     found = [peers.version(name) for name in ("matmul", "fa4", "fa3", "sdpa-cudnn", "context-parallel-alltoall")]
     assert found == ["torch 2.11.0", "flash-attn-4 4.0.0b36", "fa3-fwd 0.0.3", "cudnn 9.19.0", "cudnn 9.19.0"]
+    found = [peers.version(name, pass_) for name in ("fa3", "fa4") for pass_ in ("bwd", "fwd+bwd")]
+    assert found == 2 * ["flash-attn3-jax 0.2.3"] + 2 * ["flash-attn-4 4.0.0b36"]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

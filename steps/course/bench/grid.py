@@ -61,7 +61,7 @@ class Entrant:
         """The fields of a row that say what was measured. where: the row's other fields."""
         who = {"stage": self.stage, "kernel": None, "peer": self.peer, "source": None}
         if self.peer:
-            return {**who, "peer_version": peers.version(self.peer)}
+            return {**who, "peer_version": peers.version(self.peer, where.get("pass", "fwd"))}
         if where["pass"] != "fwd" and self.bwd_kernel is None:
             raise NotImplementedError("has no backward")
         kernels = {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel}
@@ -465,7 +465,7 @@ FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
 PLANS = {
     "fast": (Part(of("02", "hopper roles wgmma fa2 cp_async ldmatrix"), peers=BEST),),
     "slow": (Part(of("02", "mma warp"), sizes(4096)), Part(of("02", "scalar warp"), sizes(4096), **FLOAT32)),
-    "bwd": (Part(of("02", "hopper wgmma fa2"), passes=("bwd",), peers=BEST),),
+    "bwd": (Part(of("02", "hopper wgmma fa2") + of("03", "gluon"), passes=("bwd",), peers=BEST),),
     "more": (
         Part(of("02", "hopper fa2"), sizes(4096, 16384, D=(256,))),
         Part(of("02", "hopper fa2"), sizes(4096), BOTH, ("fp16",)),

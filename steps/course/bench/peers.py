@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
+from steps.course.bench import fa3_jax
+
 
 def sdpa(backend, q, k, v, causal=False, mask=None):
     """out, like q (B, H, N, D), for k and v (B, Hk, Nk, D). RuntimeError where the backend declines."""
@@ -70,9 +72,11 @@ def fa4(q, k, v, causal=False, **how):
 
 
 def fa3(q, k, v, causal=False):
-    """FlashAttention-3, forward only: the package fa3-fwd has no more than that."""
+    """FlashAttention-3: the package fa3-fwd, or where gradients are asked for, and causal, flash-attn3-jax."""
     if q.requires_grad:
-        raise NotImplementedError("has no backward")
+        if not causal:
+            raise NotImplementedError("has no backward without a causal mask")
+        return fa3_jax.Attention.apply(q, k, v)
     from fa3_fwd_interface import flash_attn_func
 
     out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
@@ -111,10 +115,11 @@ PEERS = {
 }
 
 
-def version(peer):
+def version(peer, pass_="fwd"):
     """What a peer is part of, with its version: "flash-attn-4 4.0.0b36", "cudnn 9.19.0", "torch 2.11.0"."""
     if peer == "sdpa-cudnn" or peer.startswith("context-parallel"):  # which calls cuDNN
         number = torch.backends.cudnn.version() or 0
         return f"cudnn {number // 10000}.{number // 100 % 100}.{number % 100}"
-    package = {"fa4": "flash-attn-4", "fa3": "fa3-fwd"}.get(peer, "torch")
+    fa3 = "fa3-fwd" if pass_ == "fwd" else "flash-attn3-jax"
+    package = {"fa4": "flash-attn-4", "fa3": fa3}.get(peer, "torch")
     return f"{package} {metadata.version(package)}"
