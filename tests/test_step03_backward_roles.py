@@ -230,7 +230,7 @@ class Call:
             arange=lambda a, b, _: torch.arange(a, b), zeros_like=torch.zeros_like, convert_layout=lambda x, _: x,
             SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), program_id=None,
-            num_programs=lambda _: self.programs, allocate_shared_memory=lambda dtype, shape, _: Stages(shape),
+            num_programs=lambda _: Integer(self.programs), allocate_shared_memory=lambda dtype, shape, _: Stages(shape),
             warp_specialize=self.specialize, float32=None, float16=None, int64=None, constexpr=None,
         )  # fmt: skip
         mbarrier = SimpleNamespace(
@@ -328,7 +328,7 @@ class FeatureCall(Call):
         numbers = H, group, Nq, Nk, left, right, self.tiles_of_head
         self.of_dv = 1.0 if seed is None else 1.25
         features = None, None if seed is None else 1.25, softcap, 1.0, SCALE
-        narrow = left + right < Bc + Br - 3
+        narrow = left < Bc - 2 or left + right < Bc + Br - 3
         arguments = *starts, None if seed is None else Pointer([seed]), *numbers, *features, right < Nk, narrow
         self.run(monkeypatch, flash_gluon_backward, sequences, Nk, D, arguments)
 
@@ -341,7 +341,7 @@ class FeatureCall(Call):
             assert PACKED == bool(self.lengths)
             return (self.sequence(rows) if PACKED else rows.b), rows.h, row, 0
 
-        return super().stand_ins() | dict(kept=kept, coordinates=coordinates)
+        return super().stand_ins() | dict(kept=kept, coordinates=coordinates, BILLION=flash_gluon.BILLION.value)
 
     def sequence(self, rows):
         """The number of the packed sequence that has these rows."""
@@ -358,7 +358,8 @@ class FeatureCall(Call):
         return s, row, i - begins[s]
 
     def check_beyond(self, shown, there, term):
-        """Keys that do not exist need no mask. For queries of a packed sequence that do not exist, delta must be 0."""
+        """For queries of a packed sequence that do not exist, delta must be 0."""
+        super().check_beyond(shown, there, term)
         assert term.cut or not self.lengths or there.shape[1] == self.Br
 
 

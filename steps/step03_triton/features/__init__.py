@@ -87,7 +87,7 @@ def backward_kernel(q, k, f, wanted):
         return None
     free = f["tile"] is None and not f["deterministic"]
     used = {name: f[name] for name in (*f["asked"], "causal")}
-    if free and k.numel() and flash_gluon_backward.fits(q, k, used):
+    if free and k.numel() and flash_gluon_backward.fits(q, used):
         kernel, names = flash_gluon_backward.backward, flash_gluon_backward.OPTIONS
     else:
         kernel, names = flash.backward, (*OF_FLASH, "mask_gradient")

@@ -62,7 +62,7 @@ from ..fwd_3_gluon import LOG2_E, aligned, copy, describe
 from ..replay import replayed
 from ..scheduler import Lengths
 from .flash import prepare
-from .flash_gluon import UNLIMITED, Rows, coordinates, ragged, visited, visits
+from .flash_gluon import BILLION, UNLIMITED, Rows, Visits, coordinates, ragged, visited, visits
 from .flash_kernels import delta_kernel
 from .scores import Features, check_options
 from .tiles import new_like, strides_of
@@ -132,6 +132,8 @@ def work_tile(call, D_pad: gl.constexpr, Br: gl.constexpr, LONGEST_FIRST: gl.con
         sums, stats = q_start // Br + s, (q_start // 4 + s) * 4
     first = j - (Nk - Nq) - call.right
     tiles = visits(first, first + call.left + call.right + 1, Nq, Bc, Br)
+    if j + Bc > Nk:
+        tiles = Visits(tiles.begin, tiles.end, tiles.end, tiles.end)
     keys, queries = Rows(b, hk, k_start, Nk), Rows(b, hk * group, q_start, Nq)
     return WorkTile(s, keys, queries, j, first, tiles, sums, stats)
 
@@ -244,9 +246,10 @@ def consume(dq, dk, dv, queries, keys, dS, ready, work, call, scale, NARROW: gl.
     D_pad: gl.constexpr = queries.Q.shape[-1]
     begin, whole, full, end = work.tiles
     if work.j < work.keys.N:
-        # Keys and queries that do not exist need no mask: K, V, Q and dO are 0 there, and results are not stored. But
-        # dS has to be finite: see `fits`.
-        first = work.first + gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
+        # A query that does not exist needs no mask: Q, dO and delta are 0 there. Neither would a key, were it not for
+        # float16, in which its dS = -P delta may be infinite. So no query sees it.
+        key = gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
+        first = gl.where(work.j + key < work.keys.N, work.first + key, BILLION)
         mbarrier.wait(keys.full.index(0), 0)
         K, V = matrix(keys.K, 0), matrix(keys.V, 0)
         K_left = K
@@ -312,25 +315,18 @@ def packed_dq_kernel(
         tl.store(place, tile.to(dq.dtype.element_ty), mask=(row < N) & (column < D))
 
 
-def fits(q, k, asked):
-    """Whether `backward` takes q and k, and is faster than flash.py. asked: features in use and causal, {name: value}.
-
-    In float16 every tile of keys has to be whole: in a ragged one dS of a key that does not exist is -P delta, which
-    may be too large for float16, and infinity times the 0 in K_j would be NaN in dq.
-    """
+def fits(q, asked):
+    """Whether `backward` takes q, and is faster than flash.py. asked: features in use and causal, {name: value}."""
     if asked.keys() - {*OPTIONS} or q.shape[-1] < 64 or q.numel() == 0:
-        return False
-    plain = not asked.keys() - {"causal", "scale", "sinks"}  # bwd_2_gluon.py, which masks such keys
-    if q.dtype == torch.float16 and not plain and ("cu_seqlens_q" in asked or k.shape[2] % Bc.value):
         return False
     left, right = asked.get("window", (-1, -1))
     right = 0 if asked.get("causal") else right
     few = min(left, right) >= 0 and left + right < FEW or asked.get("max_seqlen_q", FEW) < FEW
-    hard = {"softcap", "dropout_p"} & asked.keys()  # Both together, or one in float16 at 64, spill too many registers.
-    hard = len(hard) == 2 or hard and q.dtype == torch.float16 and q.shape[-1] == 64
+    hard = len({"softcap", "dropout_p"} & asked.keys())
+    spilling = hard == 2 or hard == 1 and q.dtype == torch.float16 and q.shape[-1] == 64  # too many registers
     if "cu_seqlens_q" in asked and 128 * len(asked["cu_seqlens_q"]) > q.shape[2]:
         return False  # A sequence has a tile of sums or more, which would take memory if all are short.
-    return not (few or hard) and bwd_2_gluon.refusal(q) is None
+    return not (few or spilling) and bwd_2_gluon.refusal(q) is None
 
 
 @replayed
@@ -393,7 +389,7 @@ def gradients_of(record, dout, q, k, v, lse_2, delta, sequences, Nq, Nk, f):
         backward_kernel, sequences * Hk * triton.cdiv(Nk, Bc.value), queries[0], *keys[:2], queries[1], *of_rows, sums,
         *keys[2:], f.cu_seqlens_q, f.cu_seqlens_k, f.seed, H, H // Hk, Nq, Nk, left, right, tiles_of_head, f.threshold,
         f.kept_scale, to_cap, c, float(f.scale), LONGEST_FIRST=right < Nk,
-        NARROW=left + right < Bc.value + Br - 3, num_warps=8, maxnreg=168,
+        NARROW=left < Bc.value - 2 or left + right < Bc.value + Br - 3, num_warps=8, maxnreg=168,
     )  # fmt: skip
     if packed:
         record.launch(
