@@ -304,7 +304,7 @@ figures.mistakes_against_results()
 # 1. Dropout: Philox makes ten rounds of integer products. Then the mask, whose entries are loaded. The soft-cap adds a
 #    tanh.
 # 2. Causal visits 1/2 of all tiles, the window 1/8 less the 1/128 that its first rows lack, and more where tiles of 64
-#    hang over its edges: a factor of 4.2. Measured were 3.7 and 4.2 in the forward, and 4.3 and 4.0 in the backward
+#    hang over its edges: a factor of 4.2. Measured were 3.7 and 4.2 in the forward, and 4.3 and 4.2 in the backward
 #    (head_dim 64 and 128), with another kernel for the window than for causal.
 #
 # </details>
@@ -327,7 +327,7 @@ figures.beside_peers()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # FlashAttention-4 is faster with windows and with sinks. It is slower with a soft-cap, and with packed sequences, but
-# level in their forward at head_dim 64.
+# 1 % faster in their forward at head_dim 64.
 #
 # In decoding memory is the limit: a copy of as many bytes takes as long.
 

@@ -263,18 +263,19 @@ print(ring_tables.shown("speed", ring_tables.recorded("H200", n_gpus=4)))
 #
 # ### Is the hop hidden?
 #
-# The last of six calls of the forward at 32k, in another run than the table's, as torch's profiler saw it on one of the
-# four GPUs:
+# One of six calls of the forward at 32k, that in which the hidden share is nearest to their mean. It is of another run than
+# the table, as torch's profiler saw it on one of the four GPUs:
 
 # %% slideshow={"slide_type": "fragment"}
 ring_tables.recorded_call()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch the copies of the other ranks' keys run beside the blocks. (The two small boxes copy the rank's own.) Over
-# relay NCCL's kernel begins when a block ends, although the hop was posted before. It needs free multiprocessors, and
+# Over fetch the copies of the other ranks' keys run beside the blocks. (The two small boxes copy the rank's own.) In this
+# call the first copy had to wait for a rank that was late (grey). Over relay the first hop began before the block. The
+# others begin when a block ends, although they were posted before. NCCL's kernel needs free multiprocessors, and
 # probably the block had taken them all.
 #
-# Calls differ: on average of six, 14 % of relay's moving was hidden and 85 % of fetch's. So a hop is hidden if the
+# Calls differ: on average of six, 36 % of relay's moving was hidden and 83 % of fetch's. So a hop is hidden if the
 # block takes longer, *and* leaves room for whatever starts the hop.
 #
 # ### Which strategy?
