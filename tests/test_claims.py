@@ -449,7 +449,7 @@ def test_how_much_of_the_moving_is_hidden():
     hidden = [100 * calls[f"ring+{name}"]["hidden"] for name in ("relay", "fetch")]
     assert says("04b", "on average of six, # % of relay's moving was hidden and # % of fetch's", *hidden)
     assert ring.PROFILED == 6
-    assert says("04b", "One of six calls of the forward at 32k, that in which the hidden share is nearest to their mean.")
+    assert says("04b", "One of six calls of the forward at 32k, that in which the hidden share is nearest to")
     assert says("04b", "In this call the first copy had to wait for a rank that was late")
     fetch, relay = (calls[f"ring+{name}"]["spans"] for name in ("fetch", "relay"))
     waited = next(end - start for lane, _, start, end in fetch if lane == "waits")

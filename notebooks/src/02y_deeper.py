@@ -373,6 +373,7 @@ measured.ideas("fwd_8_hopper", *ideas)
 # | the three kernels overlapped (programmatic dependent launch) | 128 | a little faster with few queries |
 # | | 64 | no faster |
 # | persistent blocks where heads are long | both | no faster |
+# | a polynomial for one of four exponentials; of eight | 64 | slower; 1 % faster from 4k queries on |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Three lessons.**

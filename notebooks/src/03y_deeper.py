@@ -307,24 +307,22 @@ figures.beside_peers()
 # | forward | it was |
 # |---|---|
 # | the wait for O after the exponentials | 2 to 5 % slower; the compiler has to be forced to it |
-# | a third tile of K and of V in shared memory | no faster |
+# | a third tile of K and V; a producer each for K, V and Q; turns by mbarriers | no faster |
 # | O rescaled only where a maximum has grown | no faster |
-# | a producer each for K, V and Q | no faster |
-# | turns by mbarriers instead of named barriers | no faster |
 #
 # | backward | it was |
 # |---|---|
-# | no producer | slower |
-# | two consumers of 64 keys each, and an mbarrier between them | slower |
-# | tiles of queries from the first to the last | slower: with a causal mask every program begins with another tile |
-# | dV after the barrier | slower |
+# | no producer; dV after the barrier; two consumers of 64 keys each | slower |
+# | tiles of queries from the first to the last | slower: causal programs then begin with different tiles |
 # | P rounded one by one | slower (section 5) |
-# | dK before the barrier, so that a product runs while the warpgroups meet | 10 to 15 % slower at D = 128, 3 % at D = 64 |
-# | tiles of 64 queries at D = 64 | 6 to 8 % slower |
-# | V_j in pairs in registers at D = 64, as K_j | no room: 20 words spilled a step |
-# | both edges of a window in one loop, with two comparisons | 3 to 9 % slower than a loop for each edge |
-# | an arrival by a named barrier, which saves one of three barriers | no faster |
-# | dK still running while the next step begins | no room: with too few registers ptxas runs all products in sequence |
+# | dK before the barrier | 10 to 15 % slower at D = 128, 3 % at D = 64 |
+# | dK a step later, during the exponentials, with dSᵀ from shared memory | 5 to 18 % slower |
+# | several tiles of keys a program | 12 to 20 % slower at D = 128, level at D = 64; causal slower still |
+# | 64 queries a tile at D = 64 | 6 to 8 % slower |
+# | both edges of a window in one loop | 3 to 9 % slower |
+# | a polynomial for one exp2 of four; the last heads first; one barrier fewer | no faster |
+# | V_j in pairs in registers at D = 64 | no room: 20 words spilled a step |
+# | dK still running in the next step | no room: ptxas runs all products in sequence |
 #
 # **Lessons.** The largest gain came from equal work for all programs, and the largest loss from unequal work. What did
 # not help mostly took registers or waits where a step has none to spare. And two ideas of `fwd_8_hopper.cu`, the lazy

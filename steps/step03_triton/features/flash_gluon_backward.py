@@ -16,7 +16,8 @@ It is bwd_2_gluon.py, five products for each pair of tiles where flash_kernels.p
 dq changes in its last bits from run to run, because it is added up in any order. Left out: masks, ALiBi, first_query
 and first_key, head_dims below 64 and above 128: flash.py has these. Not faster: both edges of a window in one loop,
 with two comparisons or with one of numbers without a sign.
-Spills in bfloat16: up to 26 words in a step, with dropout 44. float16 and pairs of features spill more: see `fits`.
+Spills in bfloat16: up to 24 words in a step, with dropout 41. float16 and pairs of features spill more: see `fits`. So
+does Triton 3.9, 39 to 95 words, where ptxas also serialises dropout at head_dim 64.
 Sources: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1; for dropout in the backward FlashAttention,
 Algorithm 4. Launch: grid (sequences * Hk * ceil(longest Nk / 128),), 12 warps, one program a multiprocessor. Needs
 torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_2_gluon.py, fwd_3_gluon.py, scheduler.py, replay.py, flash.py,
