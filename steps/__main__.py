@@ -346,7 +346,7 @@ def bench(
     GPU.
 
     What is measured is added to my/results. The peers fa4 and fa3, which are FlashAttention-4 and 3, take part where
-    the packages flash-attn-4 and fa3-fwd are installed, and in a causal backward flash-attn3-jax.
+    the packages flash-attn-4 and fa3-fwd are installed; fa3's backward needs flash-attn3-jax and JAX for the GPU.
 
     With --sustained there are clock and power beside the speed, of the best rung of stage 02, or of --stage and
     --kernel, and of the fastest peers. `python -m steps.course.bench --help` is for maintainers.

@@ -224,22 +224,25 @@ def test_peers_compute_attention_and_never_fall_back(packages, heads):
         peers.PEERS["sdpa-math"](few, k, v, True)
     with pytest.raises(RuntimeError):
         peers.PEERS["sdpa-cudnn"](q, k, v)
-    fa3, want = grid.a_peer("fa3"), attention.backward(q, q, k, v, causal=True)
-    backward = fa3.call((q, q, k, v), "bwd", True)
+    wide = [torch.randn(1, n, 40, 128) for n in (4, 4, heads, heads)]
+    fa3, want = grid.a_peer("fa3"), attention.backward(*wide, causal=True)
+    for tensors, causal in (((q, q, k, v), True), (wide, False)):
+        with pytest.raises(NotImplementedError, match="with a causal mask and head_dim 128 alone"):
+            fa3.call(tensors, "bwd", causal)
+    backward = fa3.call(wide, "bwd", True)
     for _ in range(2):
         assert all((x - y).abs().max() < 1e-5 for x, y in zip(backward(), want, strict=True))
-    with pytest.raises(NotImplementedError, match="has no backward without a causal mask"):
-        fa3.call((q, q, k, v), "bwd", False)
 
 
 def test_a_peer_is_named_with_its_version(monkeypatch):
     installed = {"torch": "2.11.0", "flash-attn-4": "4.0.0b36", "fa3-fwd": "0.0.3", "flash-attn3-jax": "0.2.3"}
+    installed |= {"jax": "0.11.2"}
     monkeypatch.setattr(peers.metadata, "version", installed.get)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     found = [peers.version(name) for name in ("matmul", "fa4", "fa3", "sdpa-cudnn", "context-parallel-alltoall")]
     assert found == ["torch 2.11.0", "flash-attn-4 4.0.0b36", "fa3-fwd 0.0.3", "cudnn 9.19.0", "cudnn 9.19.0"]
     found = [peers.version(name, pass_) for name in ("fa3", "fa4") for pass_ in ("bwd", "fwd+bwd")]
-    assert found == 2 * ["flash-attn3-jax 0.2.3"] + 2 * ["flash-attn-4 4.0.0b36"]
+    assert found == 2 * ["flash-attn3-jax 0.2.3, jax 0.11.2"] + 2 * ["flash-attn-4 4.0.0b36"]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

@@ -391,7 +391,7 @@ def test_the_model_is_within_a_tenth_of_what_was_measured():
     told = "\n".join(f"{x:+.1%} {at}" for at, x in sorted(off.items(), key=lambda one: one[1]))
     assert off and max(map(abs, off.values())) < 0.1, told
     assert sum(map(abs, off.values())) / len(off) < 0.06, told
-    assert len(known) == 5 and -0.3 < min(known.values()) and max(known.values()) < 0.25, known
+    assert len(known) == 5 and -0.35 < min(known.values()) and max(known.values()) < 0.25, known
 
 
 # Pictures and the program.

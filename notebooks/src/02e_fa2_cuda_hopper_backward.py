@@ -195,8 +195,8 @@ for D in (64, 128):
 # `bwd_3` keeps both at D = 64, and K_j alone at D = 128. By the roofs D = 64 should become 1.10 times as fast and D =
 # 128 1.05 times; measured were 1.01 and 1.08. So bytes are not the only limit. Tensor cores also rest while both
 # warpgroups compute their P and dS. So `bwd_3` also starts dV_j, which needs no exchange, before the barrier. The roof
-# knows nothing of that: it foresees neither number. Causal, at D = 128, `bwd_3` has 1.04 to 1.08 of the speed of
-# FlashAttention-3's own backward ([02y](02y_deeper.ipynb), section 10).
+# knows nothing of that, so it foresees neither 1.01 nor 1.08. With a causal mask, at D = 128, `bwd_3` has 1.04 to 1.08 of
+# the speed of FlashAttention-3's own backward ([02y](02y_deeper.ipynb), section 10).
 #
 # **A fixed order.** The blocks add to dq in the order in which they come, so its last bits vary. With
 # `deterministic=True` they take turns. What that costs, and what else `bwd_3` does, stands in [02y](02y_deeper.ipynb),

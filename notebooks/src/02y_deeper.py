@@ -373,7 +373,8 @@ measured.ideas("fwd_8_hopper", *ideas)
 # | the three kernels overlapped (programmatic dependent launch) | 128 | a little faster with few queries |
 # | | 64 | no faster |
 # | persistent blocks where heads are long | both | no faster |
-# | a polynomial for one of four exponentials; of eight | 64 | slower; 1 % faster from 4k queries on |
+# | a polynomial for one exponential of four | 64 | slower |
+# | for one of eight | 64 | a little faster |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Three lessons.**
@@ -447,18 +448,18 @@ for other in ("fa4", "sdpa-cudnn"):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 10. Stage 02 beside FlashAttention-3, at every size
 #
-# **You need:** notebook 02d.
+# **You need:** notebooks 02d and 02e.
 #
 # `fa3` is FlashAttention-3's own kernel. The table has our share of its speed in the same run: above 1 we are faster.
-# Its backward has a package for JAX alone, which is right only with the causal mask.
-# **Predict:** at which head_dim and mask is `hopper` nearest to it?
+# For its backward we have a package that is right only with the causal mask.
+# **Predict:** at which head_dim and mask is `fwd_8_hopper` nearest to it?
 #
 # <details><summary>Answer</summary>
 #
 # At D = 128 with a causal mask. We are level with it there from N = 1024 on, where `hopper` has 0.99 to 1.01 of its speed.
 # Without a mask `hopper` has 1.01 to 1.08 of it, and at D = 64 1.02 to 1.25. Two switches of `hopper` at D = 128, N = 4096:
 # `hopper` without turns has 1.00 to 1.01 of its speed, and without OVERLAP 0.89 to 0.91. The backward has 1.04 to 1.08 of
-# FlashAttention-3's speed at D = 128.
+# FlashAttention-3's speed (causal, D = 128).
 #
 # </details>
 

@@ -326,8 +326,8 @@ figures.costs()
 figures.beside_peers()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# FlashAttention-4 is faster with windows and with sinks. It is slower with a soft-cap, and with packed sequences, but
-# 1 % faster in their forward at head_dim 64.
+# FlashAttention-4 is faster with windows and with sinks. It is slower with a soft-cap, and with packed sequences,
+# except in the forward of packed sequences at head_dim 64, where it is 1 % faster.
 #
 # In decoding memory is the limit: a copy of as many bytes takes as long.
 

@@ -302,25 +302,25 @@ figures.beside_peers()
 # | K_n and V_(n-1) as a pair: one wait and one arrival a step, not two | 1 % |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **What was not kept.** Of most of these versions only the direction is noted.
+# **What was not kept.** Of some only the direction is noted.
 #
 # | forward | it was |
 # |---|---|
 # | the wait for O after the exponentials | 2 to 5 % slower; the compiler has to be forced to it |
-# | a third tile of K and V; a producer each for K, V and Q; turns by mbarriers | no faster |
+# | a third tile of K and V; a producer each for K, V and Q; turns by mbarriers, not named barriers | no faster |
 # | O rescaled only where a maximum has grown | no faster |
 #
 # | backward | it was |
 # |---|---|
 # | no producer; dV after the barrier; two consumers of 64 keys each | slower |
-# | tiles of queries from the first to the last | slower: causal programs then begin with different tiles |
+# | tiles of queries from the first to the last | slower with a causal mask |
 # | P rounded one by one | slower (section 5) |
-# | dK before the barrier | 10 to 15 % slower at D = 128, 3 % at D = 64 |
+# | dK before the barrier, so that a product runs there | 10 to 15 % slower at D = 128, 3 % at D = 64 |
 # | dK a step later, during the exponentials, with dSᵀ from shared memory | 5 to 18 % slower |
-# | several tiles of keys a program | 12 to 20 % slower at D = 128, level at D = 64; causal slower still |
+# | several tiles of keys a program | 12 to 20 % slower at D = 128, level at D = 64; causal up to 80 % slower |
 # | 64 queries a tile at D = 64 | 6 to 8 % slower |
 # | both edges of a window in one loop | 3 to 9 % slower |
-# | a polynomial for one exp2 of four; the last heads first; one barrier fewer | no faster |
+# | a polynomial for one exp2 of four; the last heads first, for the L2 cache; one barrier as a named one | no faster |
 # | V_j in pairs in registers at D = 64 | no room: 20 words spilled a step |
 # | dK still running in the next step | no room: ptxas runs all products in sequence |
 #

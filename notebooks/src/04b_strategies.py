@@ -263,20 +263,19 @@ print(ring_tables.shown("speed", ring_tables.recorded("H200", n_gpus=4)))
 #
 # ### Is the hop hidden?
 #
-# One of six calls of the forward at 32k, that in which the hidden share is nearest to their mean. It is of another run than
-# the table, as torch's profiler saw it on one of the four GPUs:
+# One of six calls of the forward at 32k, in another run, as torch's profiler saw it on one of the four GPUs. Its hidden share
+# is the nearest to the mean of the six; over fetch even that one is far from it.
 
 # %% slideshow={"slide_type": "fragment"}
 ring_tables.recorded_call()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch the copies of the other ranks' keys run beside the blocks. (The two small boxes copy the rank's own.) In this
-# call the first copy had to wait for a rank that was late (grey). Over relay the first hop began before the block. The
-# others begin when a block ends, although they were posted before. NCCL's kernel needs free multiprocessors, and
+# Over fetch two of three copies run beside blocks. (The two small boxes copy the rank's own keys.) The first had to wait for
+# a rank that was late (grey), until the first block had ended. Over relay the first hop began before the block. The
+# others begin when a block ends, although they were posted before: NCCL's kernel needs free multiprocessors, and
 # probably the block had taken them all.
 #
-# Calls differ: on average of six, 36 % of relay's moving was hidden and 83 % of fetch's. So a hop is hidden if the
-# block takes longer, *and* leaves room for whatever starts the hop.
+# So a hop is hidden if the block takes longer, no rank is late, *and* the block leaves room for whatever starts the hop.
 #
 # ### Which strategy?
 #
@@ -297,7 +296,7 @@ ring_tables.recorded_call()
 #
 # - Keys to queries, queries to keys, or both to their head: all exact, with other bytes, memory and limits.
 # - Work grows like c², what travels like c: from some c on it can be hidden.
-# - A message is hidden only if the block's kernel leaves room for whatever starts it.
+# - A message is hidden only if no rank is late, and the block's kernel leaves room for whatever starts it.
 # - In a model four places change: positions, labels, the loss's divisor, the sum of gradients.
 #
 # **Ask yourself**

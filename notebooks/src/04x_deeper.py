@@ -160,7 +160,7 @@ print(ring_tables.shown("predictions", ring_tables.recorded()))
 # ### More and more hosts
 #
 # On two GPUs all are within a tenth, and on four at 128k. At 32k on four, relay's forward takes longer than the model says:
-# a hop of NCCL's took 0.84 to 1.00 ms there (04b's picture), twice the model's time, which is that between two. And
+# a hop of NCCL's took 0.83 to 1.01 ms there (04b's picture), twice the model's time, which is that between two. And
 # forward + backward takes less. Most of the difference comes from one number: the cost of the fixed order (section 4) was
 # measured in another run, where the ring over fetch took 14.5 instead of 13.5 ms.
 #

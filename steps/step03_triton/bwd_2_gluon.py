@@ -27,8 +27,8 @@ barrier; dK before it; dK a step later, during the exponentials, with dS^T from 
 program, with the next K_j on its way, at D = 128; at D = 64 tiles of 64 queries; P rounded one by one on the unit that
 exp2 needs, as the compiler does where P has two uses. Not faster: an arrival by a named barrier, which saves one of the
 three; a polynomial for one exp2 of four; the heads from the last to the first, so that sums of dq are still in the L2
-cache. Too few registers: dK += dS^T Q_i still running while the next step begins, which makes ptxas serialise all
-products.
+cache. Too few registers: dK += dS^T Q_i, with dS^T in registers, still running while the next step begins, which makes
+ptxas serialise all products.
 Spills: at most three words a step at D = 64, none at D = 128; some 20 before and after the steps.
 Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
 one program a multiprocessor. Needs torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_1_tma.py, fwd_3_gluon.py, scheduler.py

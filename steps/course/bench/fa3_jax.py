@@ -1,8 +1,8 @@
 """FlashAttention-3 with its backward, by the package flash-attn3-jax: a function of torch's tensors that calls JAX.
 
 DLPack hands over a tensor without a copy, and makes the stream of one library wait for that of the other. So it is
-timed as all others are. Only causal, with head_dim 64 or 128: without a mask what version 0.2.3 returned was no
-gradient. It was off by hundreds, and changed from call to call.
+timed as all others are. Only causal, with head_dim 128: the package has kernels for no other head_dim, and without a
+mask what its version 0.2.3 returned was no gradient. It was off by hundreds, and changed from call to call.
 """
 
 import functools
@@ -49,5 +49,5 @@ def from_jax(x):
 
 @functools.lru_cache(maxsize=4)  # A benchmark calls with the same q, k, v and dout again and again.
 def rows_first(x):
-    """x (B, H, N, D) as (B, N, H, D) in memory. With other strides XLA would copy x at every call."""
+    """x (B, H, N, D), which must not change, as (B, N, H, D) in memory. With other strides XLA would always copy it."""
     return x.detach().transpose(1, 2).contiguous()

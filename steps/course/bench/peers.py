@@ -72,10 +72,10 @@ def fa4(q, k, v, causal=False, **how):
 
 
 def fa3(q, k, v, causal=False):
-    """FlashAttention-3: the package fa3-fwd, or where gradients are asked for, and causal, flash-attn3-jax."""
+    """FlashAttention-3: the package fa3-fwd; where gradients are asked for, flash-attn3-jax: causal, head_dim 128."""
     if q.requires_grad:
-        if not causal:
-            raise NotImplementedError("has no backward without a causal mask")
+        if not causal or q.shape[-1] != 128:
+            raise NotImplementedError("has a backward with a causal mask and head_dim 128 alone")
         return fa3_jax.Attention.apply(q, k, v)
     from fa3_fwd_interface import flash_attn_func
 
@@ -116,10 +116,11 @@ PEERS = {
 
 
 def version(peer, pass_="fwd"):
-    """What a peer is part of, with its version: "flash-attn-4 4.0.0b36", "cudnn 9.19.0", "torch 2.11.0"."""
+    """What a peer's pass is part of, with its version: "flash-attn-4 4.0.0b36", "cudnn 9.19.0", "torch 2.11.0"."""
     if peer == "sdpa-cudnn" or peer.startswith("context-parallel"):  # which calls cuDNN
         number = torch.backends.cudnn.version() or 0
         return f"cudnn {number // 10000}.{number // 100 % 100}.{number % 100}"
-    fa3 = "fa3-fwd" if pass_ == "fwd" else "flash-attn3-jax"
-    package = {"fa4": "flash-attn-4", "fa3": fa3}.get(peer, "torch")
+    if peer == "fa3" and pass_ != "fwd":
+        return f"flash-attn3-jax {metadata.version('flash-attn3-jax')}, jax {metadata.version('jax')}"
+    package = {"fa4": "flash-attn-4", "fa3": "fa3-fwd"}.get(peer, "torch")
     return f"{package} {metadata.version(package)}"

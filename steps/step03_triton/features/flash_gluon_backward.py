@@ -4,7 +4,8 @@
 It is bwd_2_gluon.py, five products for each pair of tiles where flash_kernels.py makes seven, with these changes:
 
     window     The keys of a tile are seen by the queries from the first key's left edge to the last key's right edge.
-               First come the tiles of queries that an edge cuts, which need a mask, and then the others.
+               First come the tiles of queries that an edge cuts, which need a mask, and then the others. A tile with
+               keys that do not exist needs a mask for all queries.
     packed     Tiles are read and written by descriptors that end where a sequence ends: `ragged` in flash_gluon.py.
                Behind a sequence's end lie other numbers of delta, which count as 0.
     soft-cap   S^T becomes tanh(S^T scale / softcap), and dS^T is multiplied by the derivative, 1 - tanh^2.
@@ -14,10 +15,11 @@ It is bwd_2_gluon.py, five products for each pair of tiles where flash_kernels.p
     sinks      lse contains the sink, so nothing changes but delta_kernel, which gives its gradient, too.
 
 dq changes in its last bits from run to run, because it is added up in any order. Left out: masks, ALiBi, first_query
-and first_key, head_dims below 64 and above 128: flash.py has these. Not faster: both edges of a window in one loop,
-with two comparisons or with one of numbers without a sign.
-Spills in bfloat16: up to 24 words in a step, with dropout 41. float16 and pairs of features spill more: see `fits`. So
-does Triton 3.9, 39 to 95 words, where ptxas also serialises dropout at head_dim 64.
+and first_key, head_dims below 64 and above 128: flash.py has these. Slower: both edges of a window in one loop, with
+two comparisons or with one of numbers without a sign.
+Spills in bfloat16 with Triton 3.6 and 3.7: up to 24 words in a step, with dropout 41. float16 and pairs of features
+spill more: see `fits`. With Triton 3.9 it is 39 to 95 words, and at head_dim 64 with dropout ptxas serialises all
+products.
 Sources: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1; for dropout in the backward FlashAttention,
 Algorithm 4. Launch: grid (sequences * Hk * ceil(longest Nk / 128),), 12 warps, one program a multiprocessor. Needs
 torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_2_gluon.py, fwd_3_gluon.py, scheduler.py, replay.py, flash.py,
@@ -133,7 +135,7 @@ def work_tile(call, D_pad: gl.constexpr, Br: gl.constexpr, LONGEST_FIRST: gl.con
         sums, stats = q_start // Br + s, (q_start // 4 + s) * 4
     first = j - (Nk - Nq) - call.right
     tiles = visits(first, first + call.left + call.right + 1, Nq, Bc, Br)
-    if j + Bc > Nk:
+    if j + Bc > Nk:  # No query sees the keys that do not exist, so that all tiles are masked.
         tiles = Visits(tiles.begin, tiles.end, tiles.end, tiles.end)
     keys, queries = Rows(b, hk, k_start, Nk), Rows(b, hk * group, q_start, Nq)
     return WorkTile(s, keys, queries, j, first, tiles, sums, stats)
@@ -240,15 +242,15 @@ def step(state, program, dq, t, n, h, EARLY: gl.constexpr, LATE: gl.constexpr):
 def consume(dq, dk, dv, queries, keys, dS, ready, work, call, scale, NARROW: gl.constexpr):
     """The 128 keys from j on. The tiles of queries come in the order of `visited`.
 
-    NARROW: a tile with queries that are too early may also have some that are too late.
+    NARROW: a tile that is masked for queries that are too early may also have some that are too late.
     """
     PACKED: gl.constexpr = call.starts_q is not None
     Br: gl.constexpr = queries.Q.shape[-2]
     D_pad: gl.constexpr = queries.Q.shape[-1]
     begin, whole, full, end = work.tiles
     if work.j < work.keys.N:
-        # A query that does not exist needs no mask: Q, dO and delta are 0 there. Neither would a key, were it not for
-        # float16, in which its dS = -P delta may be infinite. So no query sees it.
+        # A query that does not exist needs no mask: Q, dO and delta are 0 there. A key that does not exist needs one:
+        # its dS = -P delta may be infinite in float16, and infinity times the 0 in K_j would be NaN in dq.
         key = gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
         first = gl.where(work.j + key < work.keys.N, work.first + key, BILLION)
         mbarrier.wait(keys.full.index(0), 0)
@@ -386,11 +388,13 @@ def gradients_of(record, dout, q, k, v, lse_2, delta, sequences, Nq, Nk, f):
     left, right = (UNLIMITED if x is None else min(x, UNLIMITED) for x in (f.left, f.right))
     c = (f.softcap or f.scale) * LOG2_E.value
     to_cap = f.softcap and f.scale / f.softcap
+    # Both edges may cut one tile of queries if the window is narrow; in a ragged tile of keys, if its left part is.
+    narrow = left + right < Bc.value + Br - 3 or left < Bc.value - 2
     record.launch(
         backward_kernel, sequences * Hk * triton.cdiv(Nk, Bc.value), queries[0], *keys[:2], queries[1], *of_rows, sums,
         *keys[2:], f.cu_seqlens_q, f.cu_seqlens_k, f.seed, H, H // Hk, Nq, Nk, left, right, tiles_of_head, f.threshold,
         f.kept_scale, to_cap, c, float(f.scale), LONGEST_FIRST=right < Nk,
-        NARROW=left < Bc.value - 2 or left + right < Bc.value + Br - 3, num_warps=8, maxnreg=168,
+        NARROW=narrow, num_warps=8, maxnreg=168,
     )  # fmt: skip
     if packed:
         record.launch(
