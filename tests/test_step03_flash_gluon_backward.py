@@ -413,7 +413,7 @@ def test_what_it_compiles_to(wanted):
         assert row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0 and row["shared"] <= 227 * 1024, row
         newer = triton.__version__ >= "3.8"  # 3.9 spills more; the file's head says how much.
         assert not row["serialised"] or newer and (row["D"], row["name"]) == (64, "dropout"), row
-        assert newer or row["spilled_in_a_step"] <= SPILLED[row["D"], row["name"]], row
+        assert row["spilled_in_a_step"] <= (100 if newer else SPILLED[row["D"], row["name"]]), row
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ exp2 needs, as the compiler does where P has two uses. Not faster: an arrival by
 three; a polynomial for one exp2 of four; the heads from the last to the first, so that sums of dq are still in the L2
 cache. Too few registers: dK += dS^T Q_i, with dS^T in registers, still running while the next step begins, which makes
 ptxas serialise all products.
-Spills: at most three words a step at D = 64, none at D = 128; some 20 before and after the steps.
+Spills: up to 9 words a step at D = 64, none at D = 128; some 20 before and after the steps. That is with Triton 3.6 and
+3.7; with 3.9 it is 35 to 61 words a step.
 Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
 one program a multiprocessor. Needs torch, Triton 3.6 to 3.9, a Hopper GPU, bwd_1_tma.py, fwd_3_gluon.py, scheduler.py
 and replay.py.
