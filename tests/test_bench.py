@@ -243,6 +243,8 @@ def test_a_peer_is_named_with_its_version(monkeypatch):
     assert found == ["torch 2.11.0", "flash-attn-4 4.0.0b36", "fa3-fwd 0.0.3", "cudnn 9.19.0", "cudnn 9.19.0"]
     found = [peers.version(name, pass_) for name in ("fa3", "fa4") for pass_ in ("bwd", "fwd+bwd")]
     assert found == 2 * ["flash-attn3-jax 0.2.3, jax 0.11.2"] + 2 * ["flash-attn-4 4.0.0b36"]
+    found = [grid.a_peer("fa3").subject({"pass": pass_})["peer_version"] for pass_ in ("fwd", "bwd")]
+    assert found == ["fa3-fwd 0.0.3", "flash-attn3-jax 0.2.3, jax 0.11.2"]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

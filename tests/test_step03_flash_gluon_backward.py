@@ -393,11 +393,12 @@ def launches(wanted):
         flash_gluon_backward.backward(x, x, x, x, x, torch.zeros(1, 2, 128), **given[name])
 
 
-# {(head_dim, feature): the most words that a step spills, in any of its loops}
+# {(head_dim, feature): the most words that a step spills, in any of its loops, with Triton 3.7}
 SPILLED = {
-    (64, "window"): 4, (128, "window"): 4, (64, "packed"): 26, (128, "packed"): 17, (64, "softcap"): 22,
-    (128, "softcap"): 10, (64, "dropout"): 32, (128, "dropout"): 44,
+    (64, "window"): 4, (128, "window"): 4, (64, "packed"): 16, (128, "packed"): 13, (64, "softcap"): 22,
+    (128, "softcap"): 9, (64, "dropout"): 31, (128, "dropout"): 44,
 }  # fmt: skip
+MORE = {"3.6": 10, "3.7": 0}  # {a version of Triton: so many more it may spill}; the file's head tells of 3.9
 SOME = [(128, "window"), (64, "packed"), (128, "dropout")]
 
 
@@ -411,9 +412,9 @@ def test_what_it_compiles_to(wanted):
     assert len(rows) == len(wanted)
     for row in rows:
         assert row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0 and row["shared"] <= 227 * 1024, row
-        newer = triton.__version__ >= "3.8"  # 3.9 spills more; the file's head says how much.
-        assert not row["serialised"] or newer and (row["D"], row["name"]) == (64, "dropout"), row
-        assert row["spilled_in_a_step"] <= (100 if newer else SPILLED[row["D"], row["name"]]), row
+        what = row["D"], row["name"]
+        assert not row["serialised"] or triton.__version__ >= "3.9" and what == (64, "dropout"), row
+        assert row["spilled_in_a_step"] <= SPILLED[what] + MORE.get(triton.__version__[:3], 80), row
 
 
 if __name__ == "__main__":

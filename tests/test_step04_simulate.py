@@ -342,6 +342,8 @@ def test_what_a_profiler_has_not_seen_hidden_is_added():
     assert 1e3 * (after - before) == pytest.approx(0.75 * 16, abs=0.2)
     both = traced | {"pass": "fwd+bwd", "hidden": 0.8}
     assert fitted.hidden([traced, both, *other], relay) == {"fwd": 0.25, "bwd": 0.8}
+    again = traced | {"hidden": 0.75, "run": "another"}
+    assert fitted.hidden([traced, both, again], relay) == {"fwd": 0.5, "bwd": 0.8}
 
 
 def test_the_price_of_the_order_is_measured_in_the_ring():
@@ -391,7 +393,7 @@ def test_the_model_is_within_a_tenth_of_what_was_measured():
     told = "\n".join(f"{x:+.1%} {at}" for at, x in sorted(off.items(), key=lambda one: one[1]))
     assert off and max(map(abs, off.values())) < 0.1, told
     assert sum(map(abs, off.values())) / len(off) < 0.06, told
-    assert len(known) == 5 and -0.35 < min(known.values()) and max(known.values()) < 0.25, known
+    assert len(known) == 5 and -0.3 < min(known.values()) and max(known.values()) < 0.25, known
 
 
 # Pictures and the program.

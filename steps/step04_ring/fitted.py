@@ -109,6 +109,12 @@ def beside_others(rows, like):
 
 
 def hidden(rows, like):
-    """{pass: share of the messages that the profiler has seen hidden}; forward + backward counts as the backward's."""
-    same = [row for row in rows if all(row[name] == like[name] for name in ("gpu", "n_gpus", "kernel"))]
-    return {row["pass"].removeprefix("fwd+"): row["hidden"] for row in same if "hidden" in row}
+    """{pass: share of the messages that the profiler has seen hidden}; forward + backward counts as the backward's.
+
+    It is the mean of all profiles, because it differs much from run to run.
+    """
+    found = {}
+    for row in rows:
+        if "hidden" in row and all(row[name] == like[name] for name in ("gpu", "n_gpus", "kernel")):
+            found.setdefault(row["pass"].removeprefix("fwd+"), []).append(row["hidden"])
+    return {pass_: statistics.mean(some) for pass_, some in found.items()}
